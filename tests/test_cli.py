@@ -19,6 +19,7 @@ import torch
 import visual_spec
 from tests.helpers.command import check_refused, generate, last_line, pixels
 from tests.helpers.official import add_tiny_presets, write_class_model, write_tokenizer
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
 from visual_spec.commands.main import _OWN_ARGUMENTS
@@ -371,8 +372,7 @@ def test_other_errors_of_a_program_are_not_taken_for_a_lack_of_memory(model, tmp
         raise RuntimeError("shapes do not match")
 
     monkeypatch.setattr(Sampler, "__call__", fail)
-    with pytest.raises(RuntimeError, match="shapes"):
-        generate(model, tmp_path, PROMPT)
+    refuses(RuntimeError, "shapes", generate, model, tmp_path, PROMPT)
 
 
 def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):

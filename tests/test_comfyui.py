@@ -15,6 +15,7 @@ import torch
 from transformers import BatchFeature
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_video_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.models.next_token import tiny_transformers as tiny
@@ -92,8 +93,7 @@ def test_what_is_refused() -> None:
                     "VisualSpecGenerateImage", model=tiny_pipeline(), prompt="x", seed=0, **{setting: number}
                 )
     for sampler, settings, message in (("tree", "dept=3", "dept"), ("plain", "window=3", "by its name")):
-        with pytest.raises(ValueError, match=message):
-            execute("VisualSpecSampler", sampler=sampler, settings=settings)
+        refuses(ValueError, message, execute, "VisualSpecSampler", sampler=sampler, settings=settings)
 
 
 class Interrupted(Exception):
@@ -180,8 +180,7 @@ def test_a_janus_draws_what_it_draws_without_the_nodes(
     assert torch.allclose(pixels, drawn["plain"], atol=1e-5)
     (folder := tmp_path / "visual_spec" / "other").mkdir()
     (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*Janus"):
-        execute("VisualSpecLoadModel", model="other")
+    refuses(ValueError, "GPT2LMHeadModel.*Janus", execute, "VisualSpecLoadModel", model="other")
 
 
 def test_a_clone_in_custom_nodes_is_loaded(tmp_path: Path) -> None:

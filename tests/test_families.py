@@ -9,6 +9,7 @@ import pytest
 
 import visual_spec
 from scripts import write_stub
+from tests.helpers.refusals import refuses
 from visual_spec import families
 from visual_spec.eval.settings import parse_setting
 from visual_spec.families import all_families, all_pipelines, family_of
@@ -103,8 +104,7 @@ def test_every_card_names_a_task_of_the_hub():
 
 
 def test_a_class_of_no_family_is_refused():
-    with pytest.raises(ValueError, match="Nobody.*ImagePipeline"):
-        family_of("Nobody", {}, {})
+    refuses(ValueError, "Nobody.*ImagePipeline", family_of, "Nobody", {}, {})
 
 
 def test_what_measures_a_family_exists():

@@ -12,6 +12,7 @@ from benchmarks.sizes import next_token as official_bench
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
 from tests.helpers.official_sizes import tiny as tiny_of
+from tests.helpers.refusals import refuses
 from visual_spec.eval import measure
 from visual_spec.eval.speed import plain_loops
 from visual_spec.samplers.core.law import TokenLaw
@@ -271,8 +272,7 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
 )
 def test_bad_options_are_refused_before_anything_is_made(arguments, message, monkeypatch):
     monkeypatch.setattr(models, "fill", lambda *_, **__: pytest.fail("made"))
-    with pytest.raises(ValueError, match=message):
-        official.main(["--device", "cpu", *arguments])
+    refuses(ValueError, message, official.main, ["--device", "cpu", *arguments])
 
 
 def test_plain_timing_of_a_schedule_passes_the_slots():

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.sizes import models
 from benchmarks.sizes.models import official_model
 from tests.helpers.official_sizes import tiny
+from tests.helpers.refusals import refuses
 from tests.models.next_token import tiny_transformers
 from visual_spec import families
 
@@ -165,5 +166,4 @@ def test_weights_are_random_and_rotary_tables_are_not():
     ],
 )
 def test_sizes_that_are_not_are_refused(name, size, message):
-    with pytest.raises(ValueError, match=message):
-        official_model(name, size)
+    refuses(ValueError, message, official_model, name, size)

@@ -348,5 +348,4 @@ def test_a_picture_is_scored_by_the_name_of_its_class():
     assert score_class("blue star", picture) == {"one_object": True, "colour": False, "shape": False}
     two = render(scene_of("red", "circle", ShapeObject("star", "white", "small", 24, 24)))
     assert score_class("red circle", two) == {"one_object": False, "colour": False, "shape": False}
-    with pytest.raises(ValueError, match="unknown.*'red'"):
-        score_class("red", picture)
+    refuses(ValueError, "unknown.*'red'", score_class, "red", picture)

@@ -171,8 +171,7 @@ def test_captions_written_by_hand() -> None:
     ],
 )
 def test_unreadable_captions_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="(?s)SHAPE.*circle"):
-        parse_caption(text)
+    refuses(ValueError, "(?s)SHAPE.*circle", parse_caption, text)
 
 
 PAIR = Scene(

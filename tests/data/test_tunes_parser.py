@@ -272,8 +272,7 @@ def test_captions_written_by_hand() -> None:
     ],
 )
 def test_unreadable_captions_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="(?s)INSTRUMENT: organ"):
-        parse_caption(text)
+    refuses(ValueError, "(?s)INSTRUMENT: organ", parse_caption, text)
 
 
 def test_a_mood_of_another_mode_is_refused() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune, sample_tunes
 from visual_spec.data.tunes_synth import VOICES, note_wave, render
 
@@ -181,8 +182,7 @@ def test_the_bass_is_low_and_below_the_melody(backing: str) -> None:
 
 
 def test_unknown_instruments_are_refused() -> None:
-    with pytest.raises(ValueError, match="'kazoo'"):
-        _clip("kazoo", Note(2, 10, 60, 1.0))
+    refuses(ValueError, "'kazoo'", _clip, "kazoo", Note(2, 10, 60, 1.0))
     assert set(INSTRUMENTS) | {"bass", "drone"} == set(VOICES)
 
 

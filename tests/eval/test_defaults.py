@@ -5,6 +5,7 @@ import pytest
 from tests.helpers.evaluation import KINDS
 from tests.helpers.evaluation import SCALES as PLAIN
 from tests.helpers.music_settings import MASKED, MASKED_LAW, masked_pipeline
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import settings_of
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import tiny_audio_pipeline
@@ -43,8 +44,7 @@ def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
     assert other.others == ("speculative-jacobi", *(f"speculative-jacobi:{text}" for text in exact))
     assert other.controls == ("autoregressive:temperature=0.9", "autoregressive:seed=1000000")
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(ValueError, match="holds a FluxPipeline"):
-        settings_of_model(str(tmp_path))
+    refuses(ValueError, "holds a FluxPipeline", settings_of_model, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.evaluation import KINDS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_audio import HOP, tiny_audio_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
@@ -61,8 +62,7 @@ def test_values_of_all_kinds(monkeypatch):
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_setting(text, LAW, 0)
+    refuses(ValueError, message, parse_setting, text, LAW, 0)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,7 @@ def test_a_row_with_a_drafter_of_its_own(tmp_path):
     setting = parse_setting(text, LAW, 40)
     assert setting.drafter == str(tmp_path / "head") and setting.describe()["drafter"] == setting.drafter
     assert "drafter" not in parse_setting("tree", LAW, 40).describe()
-    with pytest.raises(ValueError, match="TreeSampler"):
-        check_samplers(pipe, [parse_setting("tree", LAW, 40)])
+    refuses(ValueError, "TreeSampler", check_samplers, pipe, [parse_setting("tree", LAW, 40)])
     check_samplers(pipe, [setting])
     arrays = draw(pipe, setting, PROMPTS[:2], 0)
     assert pipe.drafter is None

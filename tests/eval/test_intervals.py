@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.eval.intervals import (
     mean_figure,
     rate,
@@ -31,8 +32,7 @@ def test_the_wilson_interval_solves_its_equation(hits, total):
 
 @pytest.mark.parametrize(("hits", "total"), [(0, 0), (-1, 5), (6, 5)])
 def test_the_interval_of_nothing_is_refused(hits, total):
-    with pytest.raises(ValueError, match="0 <= hits <= total"):
-        wilson_interval(hits, total)
+    refuses(ValueError, "0 <= hits <= total", wilson_interval, hits, total)
 
 
 def test_a_mean_by_hand():
@@ -41,8 +41,7 @@ def test_a_mean_by_hand():
     reach = 1.959963984540054 * math.sqrt((4 + 1 + 9) / 2 / 3)
     assert (figure["low"], figure["high"]) == (pytest.approx(3 - reach), pytest.approx(3 + reach))
     assert mean_figure([5.0]) == {"value": 5.0, "low": 5.0, "high": 5.0}
-    with pytest.raises(ValueError, match="no values"):
-        mean_figure([])
+    refuses(ValueError, "no values", mean_figure, [])
 
 
 def test_the_mean_of_shares_stays_a_share():
@@ -59,8 +58,7 @@ def test_the_mean_of_shares_stays_a_share():
     assert share_figure([1.0] * 8) == {"value": 1.0, "low": low, "high": high}
     assert share_figure([0.0] * 8)["high"] == pytest.approx(1 - low)
     assert share_figure([0.5] * 8)["low"] == pytest.approx(wilson_interval(4, 8)[0])
-    with pytest.raises(ValueError, match=r"to 1\.5"):
-        share_figure([0, 1.5])
+    refuses(ValueError, r"to 1\.5", share_figure, [0, 1.5])
 
 
 def test_tokens_over_calls_agree_with_the_benchmark():
@@ -69,8 +67,7 @@ def test_tokens_over_calls_agree_with_the_benchmark():
     figure = ratio_figure([256] * 5, calls)
     assert figure["value"] == pytest.approx(value)
     assert figure["high"] - figure["value"] == pytest.approx(1.959963984540054 * error)
-    with pytest.raises(ValueError, match="1 values over 0"):
-        ratio_figure([1.0], [])
+    refuses(ValueError, "1 values over 0", ratio_figure, [1.0], [])
 
 
 def test_a_ratio_lies_within_its_interval_about_as_often_as_promised():

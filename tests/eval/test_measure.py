@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.sizes import next_token as official_bench
 from benchmarks.sizes import official
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_pipeline
 from visual_spec.eval import measure
 from visual_spec.eval.defaults import with_setting
@@ -136,8 +137,7 @@ def test_a_processor_computes_in_the_dtypes_whose_products_are_right(monkeypatch
         torch, "ones", lambda *size, dtype, device: ones(size, dtype=dtype, device=device) * (dtype == right)
     )
     measure.refuse_dtype(CPU, right)
-    with pytest.raises(ValueError, match="float32"):
-        measure.refuse_dtype(CPU, torch.float32)
+    refuses(ValueError, "float32", measure.refuse_dtype, CPU, torch.float32)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
@@ -147,8 +147,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(
         measure, "_computes_in", lambda device, dtype: dtype != torch.bfloat16 or computes(device, dtype)
     )
-    with pytest.raises(ValueError, match="bfloat16"):
-        measure.refuse_dtype(GPU, torch.bfloat16)
+    refuses(ValueError, "bfloat16", measure.refuse_dtype, GPU, torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16"):
         monkeypatch.setattr(placing, "choose_device", lambda name: GPU)
         official.main(["--model", "llamagen-b", "--dtype", "bfloat16"])
@@ -158,8 +157,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     ("name", "message"), [("gpu", "--device gpu"), ("cuda:99", "--device.*99.*PyTorch.*GPUs")]
 )
 def test_devices_that_are_not_there_are_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        placing.choose_device(name)
+    refuses(ValueError, message, placing.choose_device, name)
 
 
 # -- rows with and without a recorded graph ----------------------------------------------------------------------------

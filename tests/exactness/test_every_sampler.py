@@ -13,6 +13,7 @@ from tests.exactness.mixtures import Mixture, MixtureModel, far_apart, straight_
 from tests.exactness.regions import total_variation
 from tests.helpers.block_tables import TableDrafter
 from tests.helpers.order_laws import ORDERS, joint_along, one_a_call
+from tests.helpers.refusals import refuses
 from tests.helpers.scale_laws import parts as pyramid
 from tests.helpers.scale_laws import product_law
 from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel, TabularOrderModel
@@ -188,5 +189,4 @@ def test_a_newcomer_that_is_mistaken_is_caught():
 
 
 def test_what_cannot_be_enumerated_fails():
-    with pytest.raises(NotImplementedError, match="'dreams'"):
-        enumerated(newcomer("RepeatingSampler", "dreams"))
+    refuses(NotImplementedError, "'dreams'", enumerated, newcomer("RepeatingSampler", "dreams"))

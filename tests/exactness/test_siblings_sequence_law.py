@@ -7,6 +7,7 @@ from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.enumeration import distance as distance_of
 from tests.exactness.planted import labels, relabel
 from tests.helpers.drafting_sequences import three_tokens as model
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import COMBINATIONS
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
@@ -181,8 +182,7 @@ def test_catches_siblings_that_are_drawn_from_a_sharper_law_than_their_labels_sa
 
 def test_catches_siblings_that_share_their_numbers(monkeypatch):
     monkeypatch.setattr(siblings_module, "sibling_stream", lambda stream, sibling: stream)
-    with pytest.raises(AssertionError, match="same noise"):
-        distance(TWO)
+    refuses(AssertionError, "same noise", distance, TWO)
 
 
 def test_catches_a_walk_that_scores_siblings_by_the_law_after_the_main_branch(monkeypatch):

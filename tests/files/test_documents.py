@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.files.documents import json_text, write_json
 from visual_spec.files.reading import parse, read_object
 
@@ -39,8 +40,7 @@ def test_files_of_before_are_read(tmp_path):
 
 @pytest.mark.parametrize("texts", [{"low": "x"}, {"low": None}, {"low": {}}])
 def test_a_text_that_is_no_number_is_named_as_damage(texts):
-    with pytest.raises(ValueError, match="a file is no JSON"):
-        parse(json.dumps({"low": None, "not_finite": texts}), "a file")
+    refuses(ValueError, "a file is no JSON", parse, json.dumps({"low": None, "not_finite": texts}), "a file")
 
 
 def test_finite_documents_are_as_of_json():

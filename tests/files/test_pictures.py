@@ -13,6 +13,7 @@ import torch
 from diffusers.utils.loading_utils import load_image
 from PIL import Image
 
+from tests.helpers.refusals import refuses
 from visual_spec.files.pictures import read_picture_file, unit_pixels
 
 EIGHT = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
@@ -67,8 +68,7 @@ def rgb(value: Any, dtype: Any) -> np.ndarray:
     ],
 )
 def test_other_kinds_are_refused_by_name(picture, said):
-    with pytest.raises(ValueError, match=f"control.*({said})"):
-        unit_pixels(picture, "control")
+    refuses(ValueError, f"control.*({said})", unit_pixels, picture, "control")
 
 
 WHITE = np.array([[0, 1], [1, 0]])
@@ -95,8 +95,7 @@ def test_masks_of_zeros_and_ones_mask(mask):
 
 @pytest.mark.parametrize("mask", [WHITE * 255, WHITE * 2 - 1, WHITE * 255.0, WHITE + 1j, WHITE * np.nan])
 def test_masks_of_other_numbers_are_refused(mask):
-    with pytest.raises(ValueError, match="mask"):
-        unit_pixels(mask, "mask", mask=True)
+    refuses(ValueError, "mask", unit_pixels, mask, "mask", mask=True)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

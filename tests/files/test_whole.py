@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from visual_spec.files.whole import HOST, sweep, whole_file, write_atomically, written_whole
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 
@@ -148,8 +149,7 @@ def test_an_error_leaves_the_former_file_and_nothing_beside_it(tmp_path):
     with pytest.raises(FileExistsError):
         write_atomically(path, "two")
     assert path.read_text() == "one"
-    with pytest.raises(OSError, match="is a device or a pipe"):
-        write_atomically("/dev/null", "two", overwrite=True)
+    refuses(OSError, "is a device or a pipe", write_atomically, "/dev/null", "two", overwrite=True)
 
 
 def test_files_have_the_modes_of_ordinary_ones_whatever_threads_do(tmp_path, monkeypatch):

@@ -7,7 +7,12 @@ import pytest
 
 
 def refuses(
-    error: type[BaseException], message: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    error: type[BaseException] | tuple[type[BaseException], ...],
+    message: str,
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """The call itself raises `error`, with a text in which the pattern `message` is found."""
     with pytest.raises(error, match=message):

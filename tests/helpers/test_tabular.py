@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
@@ -80,5 +81,4 @@ def test_dtype():
 )
 def test_refuses_a_condition_it_has_no_table_for(condition):
     model = TabularModel(TokenGrid(1, 2), 3, conditions=2)
-    with pytest.raises(ValueError, match="condition"):
-        model.prefill(condition, batch_size=2, guided=False, window=1)
+    refuses(ValueError, "condition", model.prefill, condition, batch_size=2, guided=False, window=1)

@@ -168,8 +168,7 @@ def test_what_it_cannot_draw_is_refused(folder):
         (dict(prompt="a", mask=np.zeros((16, 16))), ValueError, "mask.*without image"),
         (dict(prompt="a", generator=seeded(0, 1)), ValueError, "2 generators"),
     ):
-        with pytest.raises(kind, match=message):
-            pipe(**settings)
+        refuses(kind, message, pipe, **settings)
 
 
 def test_log_probabilities_change_nothing(folder):

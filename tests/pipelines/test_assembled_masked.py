@@ -211,6 +211,5 @@ def test_what_stands_beside_a_model_is_masked(folder, tmp_path):
     found = settings_beside(str(folder), known)
     assert found is not None and found.masked
     for name in (tmp_path / "a", folder):
-        with pytest.raises(ValueError, match="--masked"):
-            settings_beside(str(name), settings_of_model(str(folder)))
+        refuses(ValueError, "--masked", settings_beside, str(name), settings_of_model(str(folder)))
     assert parse_setting(found.plain, found.law_with(), 0).sampler.config.num_drafts == 0

@@ -308,8 +308,7 @@ def test_files_are_read_back(tmp_path, kind, channels):
     ],
 )
 def test_what_is_no_clip_is_not_written(audio, kind, message):
-    with pytest.raises(ValueError, match=message):
-        audio_bytes(audio, 100, kind)
+    refuses(ValueError, message, audio_bytes, audio, 100, kind)
 
 
 def test_loud_samples_are_cut_off_and_do_not_wrap():

@@ -229,8 +229,7 @@ def test_a_text_encoder_of_transformers_beside_its_tokenizer(tmp_path):
     assert isinstance(loaded.text_encoder, T5EncoderModel)
     assert loaded(["a red circle", "blue"], generator=seeded(1, 2)).codes.equal(output.codes)
     pipe.tokenizer = None
-    with pytest.raises(ValueError, match=r"prompt_embeds.*pipe\.tokenizer"):
-        pipe("a red circle")
+    refuses(ValueError, r"prompt_embeds.*pipe\.tokenizer", pipe, "a red circle")
 
 
 # -- bad input, refused before any computation ------------------------------------------------------------------------
@@ -291,8 +290,7 @@ def test_bad_input_is_refused(pipe, monkeypatch, name):
         monkeypatch.setattr(
             part, "forward", lambda *_, **__: pytest.fail("computed before the input was checked")
         )
-    with pytest.raises(error, match=message):
-        pipe(**{"prompt": PROMPT, **arguments})
+    refuses(error, message, pipe, **{"prompt": PROMPT, **arguments})
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -321,8 +319,7 @@ def test_parts_that_do_not_fit_are_refused():
 def test_numbers_that_are_none_after_the_prefill_name_the_slot(pipe):
     with torch.no_grad():
         pipe.transformer.lm_heads[1].weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="slot"):
-        pipe(PROMPT)
+    refuses(FloatingPointError, "slot", pipe, PROMPT)
 
 
 def test_the_tiny_model_is_as_it_says():

@@ -107,8 +107,7 @@ def test_what_it_cannot_draw_is_refused_before_compute(pipeline, monkeypatch):
         ({"guidance_scale": -1.0}, "guidance_scale"),
         ({"num_images_per_prompt": 0}, "num_images_per_prompt"),
     ):
-        with pytest.raises(ValueError, match=message):
-            pipeline(**{"prompt": PROMPT, "height": 8, "width": 8, **settings})
+        refuses(ValueError, message, pipeline, **{"prompt": PROMPT, "height": 8, "width": 8, **settings})
 
 
 def test_folders_that_make_no_model_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 import visual_spec
 from tests.helpers.mar import ldm_shapes, random_weights
 from tests.helpers.official import write_tokenizer
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.models.continuous.tiny import released_flowar, tiny_flowar
 from visual_spec import cli
@@ -224,8 +225,7 @@ def test_a_pipeline_says_what_it_is_and_keeps_its_sampler(flowar_files, tmp_path
     assert loaded.plain_sampler == "flow-scales:levels=6,last_levels=4,guided_from=0.7"
     one, two = (quiet(each)("0", generator=seeded(1)[0], output_type="latent") for each in (pipe, loaded))
     assert torch.equal(one.images, two.images) and one.trace.levels == (6, 4, 4)
-    with pytest.raises(TypeError, match="ContinuousSampler"):
-        visual_spec.accelerate(loaded, "continuous")
+    refuses(TypeError, "ContinuousSampler", visual_spec.accelerate, loaded, "continuous")
 
 
 def test_pictures_grow_from_map_to_map(flowar_files):

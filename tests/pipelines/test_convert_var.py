@@ -87,5 +87,4 @@ def test_the_reader_of_llamagen_says_where_var_belongs(files):
         ("large", r"VAR.*ScaleImagePipeline\.from_official.*load_var_checkpoint"),
         ("vae", r"VAR.*multi-scale.*ScaleImagePipeline\.from_official"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            recognise(read_checkpoint(files[name]))
+        refuses(ValueError, message, recognise, read_checkpoint(files[name]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import visual_spec
 from tests.helpers.copies import check_copy, unpickled
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_depth import (
     FRAMES,
     LAWS,
@@ -207,8 +208,7 @@ def test_hidden_states_that_are_no_numbers_are_refused() -> None:
         model = tiny_csm()
         visual_spec.accelerate(model, window)
         model.depth_decoder.model.embed_tokens.weight.data[20:40] = torch.nan  # of the second code
-        with pytest.raises(FloatingPointError, match="Csm.*row 0"):
-            drawn(model, "csm", "sampled")
+        refuses(FloatingPointError, "Csm.*row 0", drawn, model, "csm", "sampled")
 
 
 def test_what_was_done_is_logged_also_for_a_model_that_has_decoded(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,8 +233,7 @@ def test_drafts_of_another_batch_are_not_used() -> None:
 
 def test_a_sampler_is_refused_and_changes_nothing() -> None:
     model = tiny_csm()
-    with pytest.raises(TypeError, match="speculative-jacobi"):
-        visual_spec.accelerate(model, "speculative-jacobi")
+    refuses(TypeError, "speculative-jacobi", visual_spec.accelerate, model, "speculative-jacobi")
     assert "not accelerated" in visual_spec.summary(model)
 
 

@@ -10,6 +10,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_wan import prompts, tiny_wan
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
@@ -96,8 +97,7 @@ def test_a_transformer_alone_is_accelerated_and_the_policy_swapped():
 def test_a_drafter_is_an_accelerated_wan():
     model, small = visual_spec.accelerate(tiny_wan()), tiny_wan(1, num_layers=1)
     options = dict(num_frames=6, height=4, width=4, drafter=small, reward=lambda chunk, index: 1.0)
-    with pytest.raises(TypeError, match="WanTransformer3DModel.*Wan"):
-        model.generate_latents(prompts(1), **options)
+    refuses(TypeError, "WanTransformer3DModel.*Wan", model.generate_latents, prompts(1), **options)
     visual_spec.accelerate(small, "sliding:window=6")
     model.generate_latents(prompts(1), generator=seeded(), **options)
     assert model.last_trace.kept.tolist() == [[False, True]]
@@ -119,8 +119,7 @@ def test_clips_that_cannot_be_drawn_are_refused_before_any_call(changes, message
     pipe = visual_spec.accelerate(tiny_pipeline())
     monkeypatch.setattr(CausalWan, "forward", lambda *args, **kwargs: pytest.fail("the model was called"))
     request = {"prompt_embeds": prompts(1).float(), **SMALL, **changes}
-    with pytest.raises(ValueError, match=message):
-        pipe.generate_video(**request)
+    refuses(ValueError, message, pipe.generate_video, **request)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,7 @@ def test_clips_that_cannot_be_drawn_are_refused_before_any_call(changes, message
 def test_policies_that_are_none_are_refused_and_change_nothing(policy, error, message):
     model = tiny_wan()
     before = [block.attn1.processor for block in model.blocks], set(model.__dict__)
-    with pytest.raises(error, match=message):
-        visual_spec.accelerate(model, policy)
+    refuses(error, message, visual_spec.accelerate, model, policy)
     assert ([block.attn1.processor for block in model.blocks], set(model.__dict__)) == before
 
 

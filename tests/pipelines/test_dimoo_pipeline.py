@@ -93,8 +93,7 @@ def test_converted_and_saved_folders_draw_the_same(pipe, folder, tmp_path):
     again.sampler = pipe.sampler
     wanted = pipe([FOX, "blue"], generator=seeded(1, 2), **SIZE)
     assert torch.equal(again([FOX, "blue"], generator=seeded(1, 2), **SIZE).tokens, wanted.tokens)
-    with pytest.raises(ValueError, match="image_size|alone"):
-        convert([folder], tmp_path / "other", image_size=512)
+    refuses(ValueError, "image_size|alone", convert, [folder], tmp_path / "other", image_size=512)
     for source in (folder, tmp_path / "ours"):
         here = tmp_path / "pictures" / source.name
         assert generate(str(source), here, FOX, "--sampler", "masked:steps=2") == 0

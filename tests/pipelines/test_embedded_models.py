@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.motion_long import consistency
 from scripts import assemble
 from tests.helpers.command import last_line
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec import cli
@@ -192,8 +193,7 @@ def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():
 def test_raster_samplers_refuse_a_near_to_far_model():
     pipe = load("shapes_nar")
     pipe.sampler = SpeculativeJacobiSampler(8)
-    with pytest.raises(ValueError, match="'flashar'.*OrderedSampler"):
-        pipe(SCENE)
+    refuses(ValueError, "'flashar'.*OrderedSampler", pipe, SCENE)
 
 
 def test_the_first_frames_are_drawn_alone():

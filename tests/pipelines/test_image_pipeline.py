@@ -87,8 +87,7 @@ def test_compiled_transformer_survives(pipe, tmp_path):
     ],
 )
 def test_what_the_model_does_not_read_or_draw_is_refused(pipe, given, message):
-    with pytest.raises(ValueError, match=message):
-        pipe(**given)
+    refuses(ValueError, message, pipe, **given)
 
 
 def test_tokenizer_of_another_model_is_refused():
@@ -171,5 +170,4 @@ def test_lantern_may_compare_the_codes_as_they_are_stored(pipe):
     assert torch.equal(found["raw"], pipe.vq_model.quantize.embedding.weight)
     assert torch.equal(found["decoded"], pipe.vq_model.quantize.codes)
     assert not torch.allclose(found["raw"].norm(dim=1), torch.ones(len(found["raw"])))
-    with pytest.raises(ValueError, match="codes='unit'"):
-        SpeculativeJacobiSampler(**lantern, relaxation={"codes": "unit"})
+    refuses(ValueError, "codes='unit'", SpeculativeJacobiSampler, **lantern, relaxation={"codes": "unit"})

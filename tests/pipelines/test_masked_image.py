@@ -224,8 +224,7 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
         MaskedClassImagePipeline.from_official(*files, num_heads=2, image_size=384)
     with pytest.raises(ValueError, match="MaskedImagePipeline"):
         MaskedClassImagePipeline(tiny_masked_transformer(), tiny_vq_model(), MaskedSampler())
-    with pytest.raises(ValueError, match=r"MaskedClassImagePipeline\.from_official"):
-        MaskedImagePipeline.from_official(*files)
+    refuses(ValueError, r"MaskedClassImagePipeline\.from_official", MaskedImagePipeline.from_official, *files)
 
 
 @pytest.mark.parametrize(

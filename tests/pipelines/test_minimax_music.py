@@ -10,6 +10,7 @@ from torch import Tensor
 
 import visual_spec
 from tests.helpers.copies import check_copy, unpickled
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_depth import MUSIC_WIDTH as WIDTH
 from tests.helpers.tiny_depth import tiny_minimax_music as pipeline
 from tests.helpers.tiny_minimax_music import FRAMES, hiddens
@@ -68,5 +69,4 @@ def test_a_copy_is_plain_and_stands_alone(copied: Any) -> None:
 
 
 def test_a_sampler_is_refused() -> None:
-    with pytest.raises(TypeError, match="speculative-jacobi"):
-        visual_spec.accelerate(pipeline(), "speculative-jacobi")
+    refuses(TypeError, "speculative-jacobi", visual_spec.accelerate, pipeline(), "speculative-jacobi")

@@ -188,8 +188,7 @@ def test_prompts_of_another_shape_are_refused_by_it(shape):
 def test_a_class_of_samplers_is_no_sampler():
     model = tiny.janus()
     names = set(vars(model))
-    with pytest.raises(TypeError, match="TreeSampler.*TreeSampler"):
-        visual_spec.accelerate(model, visual_spec.TreeSampler)
+    refuses(TypeError, "TreeSampler.*TreeSampler", visual_spec.accelerate, model, visual_spec.TreeSampler)
     assert set(vars(model)) == names
 
 
@@ -306,8 +305,7 @@ def test_text_of_a_chameleon_is_not_accelerated_and_says_so():
 def test_samplers_without_their_parts_are_refused_at_once(sampler):
     model, small = tiny.janus(), tiny.janus()
     names = set(vars(model))
-    with pytest.raises(ValueError, match="needs (a drafter|the codebook)"):
-        visual_spec.accelerate(model, sampler)
+    refuses(ValueError, "needs (a drafter|the codebook)", visual_spec.accelerate, model, sampler)
     assert set(vars(model)) == names
     if sampler != "multiscale":
         visual_spec.accelerate(model, sampler, drafter=small)

@@ -88,8 +88,7 @@ def test_what_is_no_file(folder):
         (where / file).unlink()
         (where / file).write_bytes(text)
     shutil.copy(where / "sampler" / "sampler_config.json", where / "model_index.json")
-    with pytest.raises(ValueError, match="AutoregressiveSampler"):
-        load_pipeline(where)
+    refuses(ValueError, "AutoregressiveSampler", load_pipeline, where)
 
 
 INDEX: dict[str, tuple[str, dict[str, Any], str]] = {

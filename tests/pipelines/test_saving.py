@@ -9,6 +9,7 @@ import yaml
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.helpers.pipelines import KINDS
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from visual_spec.families import all_pipelines
 from visual_spec.pipelines import card
@@ -38,8 +39,7 @@ def test_a_saved_folder_is_loaded_by_the_generic_class(name, tmp_path):
     assert type(loaded) is type(pipe) and type(loaded.sampler) is type(pipe.sampler)
     got = kind.ask(quiet(loaded), seed=4)
     assert torch.equal(*(out.codes if hasattr(out, "codes") else out.tokens for out in (got, want)))
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        DiffusionPipeline.from_pretrained(tmp_path)
+    refuses(ValueError, "trust_remote_code", DiffusionPipeline.from_pretrained, tmp_path)
 
 
 def test_custom_pipeline_names_the_folder(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
 from visual_spec.eval.defaults import scale_settings
@@ -83,8 +84,7 @@ def test_the_sampler_says_it_in_a_call_and_saved(pipe, tmp_path):
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
-    with pytest.raises(ValueError, match=message):
-        read(text)
+    refuses(ValueError, message, read, text)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])
@@ -186,8 +186,7 @@ def test_the_number_of_drafters_is_that_of_the_setting(pipe):
             kept = [stage.model.budget for stage in pipe.stages()]
             assert kept == list(budgets) and sum(map(len, kept[0].drafters)) == count
             assert pipe.budget is None and pipe.refiner_budget is None
-    with pytest.raises(ValueError, match="num_drafters=1.*cache_share"):
-        row("all", num_drafters=1)
+    refuses(ValueError, "num_drafters=1.*cache_share", row, "all", num_drafters=1)
 
 
 def test_a_whole_share_is_no_compression_but_off_undoes_one(pipe):
@@ -262,8 +261,7 @@ def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
 
 
 def test_samplers_of_the_other_kind_of_model_are_refused(pipe):
-    with pytest.raises(TypeError, match="AutoregressiveSampler.*ScaleWiseSampler"):
-        accelerate(pipe, "autoregressive")
+    refuses(TypeError, "AutoregressiveSampler.*ScaleWiseSampler", accelerate, pipe, "autoregressive")
     assert isinstance(pipe.sampler, ScaleWiseSampler)
     assert isinstance(accelerate(pipe, pipe.fast_sampler).sampler, ScaleWiseSampler)
     next_token = tiny_pipeline()

@@ -181,8 +181,7 @@ def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
     pair.save_pretrained(tmp_path / "saved")
     saved = quiet(ScaleImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32))
     assert saved(3, generator=seeded(1)).tokens.equal(pair(3, generator=seeded(1)).tokens)
-    with pytest.raises(ValueError, match="guidance_scale=nan"):
-        make_pair(refiner_guidance_scale=float("nan"))
+    refuses(ValueError, "guidance_scale=nan", make_pair, refiner_guidance_scale=float("nan"))
 
 
 @pytest.mark.parametrize(("warm", "split"), [(0, 2), (1, 2), (2, 2), (3, 2), (7, 2), (3, 4)])
@@ -211,8 +210,7 @@ def test_the_first_scales_may_be_warmer(warm, split, tmp_path):
     ],
 )
 def test_warm_scales_that_make_no_sense_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        make_pair(**setting)
+    refuses(ValueError, message, make_pair, **setting)
 
 
 def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
@@ -379,8 +377,7 @@ def test_official_files(tmp_path, monkeypatch):
     assert one.config["warm_temperature"] == 1
     assert (one.config["default_top_k"], two.config["default_top_k"]) == (900, 600)
     assert one.config["default_guidance_scale"] == two.config["default_guidance_scale"] == 2.5
-    with pytest.raises(ValueError, match="small.pth"):
-        ScaleImagePipeline.from_official(paths[0], paths[2])
+    refuses(ValueError, "small.pth", ScaleImagePipeline.from_official, paths[0], paths[2])
 
 
 # -- bad input --
@@ -405,8 +402,7 @@ def test_bad_input_is_refused_before_compute(pipe, monkeypatch, name):
         monkeypatch.setattr(
             pipe.transformer, entry, lambda *_, **__: pytest.fail("computed before the check")
         )
-    with pytest.raises(error, match=message):
-        pipe(**{"labels": 0, **arguments})
+    refuses(error, message, pipe, **{"labels": 0, **arguments})
 
 
 def test_parts_that_do_not_fit_are_refused(pipe):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.infinity import PROMPTS, TIGHT, tiny_pipeline
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline
 from visual_spec import cli
@@ -95,8 +96,7 @@ def test_schedules_that_do_not_fit_are_refused_before_the_captions_are_read(monk
         pipe = infinity(schedule)
         pipe.compress(TIGHT if compressed else None)
         monkeypatch.setattr(type(pipe), "make_condition", None)
-        with pytest.raises(ValueError, match=message):
-            pipe(PROMPTS, output_type="latent")
+        refuses(ValueError, message, pipe, PROMPTS, output_type="latent")
 
 
 def test_classes_with_a_refiner_that_never_draws(tmp_path: Path):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_speech_codes import (
     CHATTERBOX,
     COSYVOICE,
@@ -112,8 +113,7 @@ def test_a_talker_hands_codes_on_as_they_are_drawn() -> None:
     ],
 )
 def test_a_talker_refuses_what_it_does_not_know(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=error):
-        spoken(visual_spec.accelerate(tiny_talker()), 0, **settings)
+    refuses((ValueError, TypeError), error, spoken, visual_spec.accelerate(tiny_talker()), 0, **settings)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -214,8 +214,7 @@ def test_a_cosyvoice_of_another_law_is_refused_and_one_of_an_engine_goes_its_own
         return int(scores.argmax())
 
     model = Qwen2LM(greedy)
-    with pytest.raises(TypeError, match="draws by 'greedy'"):
-        visual_spec.accelerate(model)
+    refuses(TypeError, "draws by 'greedy'", visual_spec.accelerate, model)
     assert "sampler" not in vars(model)
     served = visual_spec.accelerate(Qwen2LM(ras_sampling))
     served.vllm = object()

@@ -171,8 +171,7 @@ def test_negative_prompts_that_do_not_fit_are_refused(name):
             "negative_prompt.*negative_prompt_embeds",
         ),
     ]:
-        with pytest.raises(error, match=message):
-            kind.ask(pipe, **{"guidance_scale": 3.0, **given})
+        refuses(error, message, kind.ask, pipe, **{"guidance_scale": 3.0, **given})
 
 
 @pytest.mark.every_set
@@ -225,5 +224,4 @@ def test_a_text_encoder_of_transformers_works_alone():
 )
 def test_an_encoder_of_transformers_needs_a_tokenizer_and_words(tokenizer, texts, message):
     check_words(object(), tokenizer, ["a red circle"] if tokenizer else [])  # which is enough
-    with pytest.raises(ValueError, match=message):
-        check_words(object(), tokenizer, texts)
+    refuses(ValueError, message, check_words, object(), tokenizer, texts)

@@ -25,6 +25,7 @@ from tests.helpers.code_texts import (
     ours,
     theirs,
 )
+from tests.helpers.refusals import refuses
 from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token import cached_decoder, code_language
@@ -317,8 +318,7 @@ def test_a_model_that_cannot_be_read_is_left_as_it_is_and_says_why(kind):
     ],
 )
 def test_refuses_before_any_compute(given, error, text):
-    with pytest.raises(error, match=text):
-        visual_spec.accelerate(LLAMA, **given)
+    refuses(error, text, visual_spec.accelerate, LLAMA, **given)
     assert "generate" not in vars(LLAMA)
 
 
@@ -399,8 +399,7 @@ def test_up_to_a_limit_texts_are_those_of_generate_and_beyond_it_refused(kind, g
 def test_the_longer_prompt_of_guidance_counts():
     model = language_model(*LIMITED["dynamic"][:1], **LIMITED["dynamic"][1])
     longer: dict[str, Any] = dict(guidance_scale=2.0, negative_prompt_ids=texts([12])["input_ids"])
-    with pytest.raises(ValueError, match="21 places"):
-        ours(model, texts([4]), SAMPLERS["plain"], max_new_tokens=9, **longer)
+    refuses(ValueError, "21 places", ours, model, texts([4]), SAMPLERS["plain"], max_new_tokens=9, **longer)
 
 
 def test_a_picture_is_held_to_the_limits_too():
@@ -447,8 +446,7 @@ def test_layers_whose_masks_are_not_known_are_named():
 def test_codes_are_for_language_models_only():
     from tests.models.next_token import tiny_transformers as tiny
 
-    with pytest.raises(TypeError, match="codes"):
-        visual_spec.accelerate(tiny.janus(), codes=CODES)
+    refuses(TypeError, "codes", visual_spec.accelerate, tiny.janus(), codes=CODES)
 
 
 def test_the_snippet_of_the_page_of_models(capsys):

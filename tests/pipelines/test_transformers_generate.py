@@ -9,6 +9,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 import visual_spec
 from tests.helpers.musicgen import IDS, MASK
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import tiny_musicgen
 from tests.models.next_token import tiny_transformers as tiny
@@ -149,8 +150,7 @@ def test_what_no_sampler_knows_is_refused(given, named):
     for hook in (visual_spec.custom_generate, None):
         call = tiny.emu3().generate if hook else lambda **more: generate(model=tiny.emu3(), **more)
         own = {"custom_generate": hook} if hook else {}
-        with pytest.raises((TypeError, ValueError), match=named):
-            call(**INPUTS["emu3"], **SAMPLING, **own, **given)
+        refuses((TypeError, ValueError), named, call, **INPUTS["emu3"], **SAMPLING, **own, **given)
 
 
 TINY_T5: Any = dict(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.pipelines.base import Pipeline
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.transformers_models import GRIDS, GUIDED, INPUTS, MAKE, MODELS, SETTINGS, draw
 from tests.models.next_token import tiny_transformers as tiny
@@ -297,8 +298,7 @@ def test_models_are_found_inside_what_wraps_them():
         assert model.sampler is sampler and "nothing decoded yet" in visual_spec.summary(wrapper)
         assert visual_spec.restore(wrapper) is wrapper
         assert set(vars(model)) == names
-    with pytest.raises(TypeError, match="PeftModel"):
-        visual_spec.accelerate(PeftModel(model, learns_a_prompt=True), sampler)
+    refuses(TypeError, "PeftModel", visual_spec.accelerate, PeftModel(model, learns_a_prompt=True), sampler)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -313,8 +313,7 @@ def test_other_objects_and_samplers_are_refused():
     ):
         accelerate(torch.nn.Linear(2, 2), AutoregressiveSampler())
     for sampler in (object(), ColumnJacobiSampler()):
-        with pytest.raises(TypeError, match="AutoregressiveSampler"):
-            accelerate(MODELS["janus"], sampler)
+        refuses(TypeError, "AutoregressiveSampler", accelerate, MODELS["janus"], sampler)
     assert "generate_images" not in vars(MODELS["janus"])
 
 
@@ -353,7 +352,6 @@ def test_other_objects_and_samplers_are_refused():
 def test_requests_that_cannot_be_served_are_refused(kind, inputs, error, message):
     model = accelerate(MODELS[kind], SpeculativeJacobiSampler(4))
     try:
-        with pytest.raises(error, match=message):
-            model.generate_images(**{**INPUTS[kind], **inputs})
+        refuses(error, message, model.generate_images, **{**INPUTS[kind], **inputs})
     finally:
         restore(model)

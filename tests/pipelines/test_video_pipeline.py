@@ -99,14 +99,12 @@ def test_the_next_frame_starts_early_in_row_orders(sampler, count):
 def test_frames_outside_the_grid_are_refused(frames):
     pipe = tiny_video_pipeline()
     pipe.transformer.prefill = None  # nothing may be computed
-    with pytest.raises(ValueError, match="1 to 3"):
-        pipe(PROMPT, num_frames=frames)
+    refuses(ValueError, "1 to 3", pipe, PROMPT, num_frames=frames)
 
 
 def test_other_bad_input_is_refused():
     pipe = tiny_video_pipeline()
-    with pytest.raises(ValueError, match="draws 4 x 4 pixels"):
-        pipe(PROMPT, height=64)
+    refuses(ValueError, "draws 4 x 4 pixels", pipe, PROMPT, height=64)
     with pytest.warns(UserWarning, match="green"):
         pipe("a green circle", generator=seeded(0), output_type="latent")
 
@@ -156,8 +154,7 @@ def test_an_mp4_plays_the_frames(tmp_path):
 def test_without_pyav_mp4_is_refused_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     output = tiny_video_pipeline()(PROMPT, generator=seeded(3))
-    with pytest.raises(ImportError, match=r"\[video\]"):
-        output.save(tmp_path / "clip.mp4")
+    refuses(ImportError, r"\[video\]", output.save, tmp_path / "clip.mp4")
     assert not list(tmp_path.iterdir())
 
 

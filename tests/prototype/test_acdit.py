@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.models.continuous.tiny import tiny_acdit
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype.acdit.model import ACDiTTransformer, block_places
@@ -208,8 +209,7 @@ def test_blocks_of_pictures_are_squares_and_blocks_of_clips_are_runs():
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_model_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_acdit(**changes)
+    refuses(ValueError, message, tiny_acdit, **changes)
 
 
 def test_labels_of_no_class_are_refused():

@@ -78,8 +78,7 @@ def test_a_state_dict_is_read_with_arguments_beside_it():
 
 def test_nothing_in_a_file_runs(tmp_path):
     path = official(tmp_path / "trap.pt", network(), results_dir=Trap())
-    with pytest.raises(ValueError, match=r"refused.*c\[\"args\"\]"):
-        load_acdit_checkpoint(path)
+    refuses(ValueError, r"refused.*c\[\"args\"\]", load_acdit_checkpoint, path)
     assert not Trap.ran
 
 
@@ -108,8 +107,7 @@ def test_an_acdit_is_told_from_a_mar_in_one_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(
         checkpoints, "read_content", lambda path, *args: read.append(path) or content(path, *args)
     )
-    with pytest.raises(ValueError, match=r"mar\.pth.*16.*num_heads"):
-        _loaded(tmp_path / "mar.pth", None)
+    refuses(ValueError, r"mar\.pth.*16.*num_heads", _loaded, tmp_path / "mar.pth", None)
     assert read == [tmp_path / "mar.pth"]
     path = official(tmp_path / "acdit.pt", network())
     assert type(_loaded(path, None)) is ACDiTTransformer and read == [tmp_path / "mar.pth", path]
@@ -146,5 +144,4 @@ def test_clips_and_other_samplers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="3 frames"):
         ContinuousImagePipeline.from_official(network(frames=3, block_size=24), vae)
     pipe: Any = ContinuousImagePipeline.from_official(network(), vae)
-    with pytest.raises(TypeError, match="BlockDiffusionSampler"):
-        accelerate(pipe, "continuous")
+    refuses(TypeError, "BlockDiffusionSampler", accelerate, pipe, "continuous")

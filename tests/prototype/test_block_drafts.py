@@ -22,6 +22,7 @@ import visual_spec
 from tests.exactness.enumeration import PLAIN, Enumerator, distance
 from tests.helpers.block_tables import TableDrafter
 from tests.helpers.drafting_sequences import pair
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_text_encoder, tiny_transformer
 from tests.helpers.tiny_t5 import tiny_tokenizer
 from visual_spec.models.core.protocol import TokenGrid
@@ -231,8 +232,7 @@ def test_refuses_folders_of_another_kind(tmp_path, change, text):
     layout().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=text):
-        BlockDrafter.from_pretrained(tmp_path)
+    refuses(ValueError, text, BlockDrafter.from_pretrained, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,7 @@ def test_refuses_folders_of_another_kind(tmp_path, change, text):
 )
 def test_refuses_a_drafter_of_another_model(given, text):
     made = fresh(tiny_transformer(), TokenLaw())
-    with pytest.raises(ValueError, match=text):
-        decode(BlockDraftSampler(4), TokenLaw(), drafter=given(made))
+    refuses(ValueError, text, decode, BlockDraftSampler(4), TokenLaw(), drafter=given(made))
 
 
 # -------------------------------------------------------------------------------------------------------- training

@@ -154,5 +154,4 @@ def test_refuses_drafters_that_do_not_fit():
 def test_names_a_drafter_whose_logits_define_no_law():
     broken = poor()
     broken.logits[..., 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="drafter.*nan"):
-        decode(DraftedColumnSampler(), drafter=broken)
+    refuses(FloatingPointError, "drafter.*nan", decode, DraftedColumnSampler(), drafter=broken)

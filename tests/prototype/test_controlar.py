@@ -11,6 +11,7 @@ from transformers import Dinov2Config, Dinov2Model
 from scripts.train.control import losses_of
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import transformer_shapes, write_text_model
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_controlar import (
     ADAPTER,
@@ -224,8 +225,7 @@ def test_greedy_tokens_are_those_of_the_release(tmp_path, height, width):
 
 def test_sizes_beyond_the_training_are_refused(tmp_path):
     model = loaded(tmp_path)
-    with pytest.raises(ValueError, match=f"5 x 6 tokens.*1 to {TRAINED**2}"):
-        model.with_grid(5, 6)
+    refuses(ValueError, f"5 x 6 tokens.*1 to {TRAINED**2}", model.with_grid, 5, 6)
     with pytest.raises(ValueError, match="rotary_size=4 of 5 x 5"):
         ControlARTransformer(
             {**model.config["transformer_config"], "grid_size": 5, "rotary_size": 4},
@@ -302,8 +302,7 @@ def test_no_key_of_a_release_is_missing_or_left_over(width, heads, trained):
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="ControlAR.*adapter_mlp"):
-        load_controlar_checkpoint(write_text_model(tmp_path))
+    refuses(ValueError, "ControlAR.*adapter_mlp", load_controlar_checkpoint, write_text_model(tmp_path))
     shapes = controlar_shapes() | {"condition_embeddings.weight": (VOCAB + 1, DIM)}
     with pytest.raises(ValueError, match="1 unexpected.*condition_embeddings.weight"):
         load_controlar_checkpoint(on_meta(shapes), image_size=PIXELS)

@@ -385,8 +385,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
     assert settings.others == ("distilled:steps=2", "distilled:steps=2,teacher_from=0")
     for owner in ("shapes/../shapes", "shapes/", "/shapes", "shapes/transformer/more", ".."):
         (folder / "shared.json").write_text(json.dumps({"teacher": owner}))
-        with pytest.raises(ValueError, match=r"shared\.json.*teacher="):
-            load_pipeline(folder)
+        refuses(ValueError, r"shared\.json.*teacher=", load_pipeline, folder)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

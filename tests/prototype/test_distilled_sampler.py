@@ -129,8 +129,7 @@ def test_a_stopped_decode_keeps_what_no_later_call_would_change():
 
 
 def test_a_teacher_without_a_second_call_is_refused():
-    with pytest.raises(ValueError, match="teacher_from=2.*steps=1"):
-        DistilledSampler(steps=1, teacher_from=2)
+    refuses(ValueError, "teacher_from=2.*steps=1", DistilledSampler, steps=1, teacher_from=2)
 
 
 def test_requests_that_cannot_be_served_are_refused():
@@ -154,8 +153,7 @@ def test_requests_that_cannot_be_served_are_refused():
 def test_what_is_not_finite_is_refused(part, names):
     broken = tiny_student()
     broken.get_parameter(part).data.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=f"sample 0, {names}"):
-        draw(model=broken)
+    refuses(FloatingPointError, f"sample 0, {names}", draw, model=broken)
 
 
 # -- with a teacher that draws a scale a call -------------------------------------------------------------------------

@@ -119,5 +119,4 @@ def test_an_accelerated_musicgen_takes_a_drafter(channels):
         assert model.generate_audio(**inputs, generator=seeded(1, 2, 3)).equal(want)
     assert model.last_trace.tokens_per_call.mean() > 2  # it drafted for itself
     assert model.generate_audio(**inputs, drafter=eagle(model), generator=seeded(1, 2, 3)).equal(want)
-    with pytest.raises(ValueError, match="DraftedColumnSampler.*ColumnEagleDrafter"):
-        visual_spec.accelerate(model, sampler)
+    refuses(ValueError, "DraftedColumnSampler.*ColumnEagleDrafter", visual_spec.accelerate, model, sampler)

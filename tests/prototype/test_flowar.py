@@ -117,8 +117,7 @@ def test_sizes_that_make_no_model_are_refused():
         (dict(scales=(1, 4, 4)), "sides.*1"),
         (dict(flow_width=96), "width 96.*64"),
     ):
-        with pytest.raises(ValueError, match=said):
-            tiny_flowar(**changes)
+        refuses(ValueError, said, tiny_flowar, **changes)
     with pytest.raises(ValueError, match="1 labels.*0.*4"):
         tiny_flowar().prefill(torch.tensor([5]), batch_size=1, guided=False)
 

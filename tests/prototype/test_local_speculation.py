@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype.local_speculation.drafter import MultiscaleDrafter, TokenUpsampler
@@ -210,8 +211,7 @@ def test_what_does_not_fit_is_refused_before_compute():
     model = TabularModel(TokenGrid(2, 2), 3)
     sampler = MultiscaleSampler(pool=2)
     codebook = torch.randn(3, 2)
-    with pytest.raises(ValueError, match="MultiscaleDr"):
-        sampler(model, None, law=TokenLaw(), codebook=codebook)
+    refuses(ValueError, "MultiscaleDr", sampler, model, None, law=TokenLaw(), codebook=codebook)
     with pytest.raises(ValueError, match="9 tokens.*3.*4.*3"):
         sampler(model, None, law=TokenLaw(), drafter=drafter(3, 9), codebook=codebook)
     with pytest.raises(ValueError, match="3 tokens.*4"):
@@ -228,8 +228,7 @@ def test_upsampler_keeps_places_and_drafter_checks_its_halves():
     assert up(tokens).shape == (1, 64, 12) and up.num_tokens == 64
     assert moved[6:, 6:].min() > 0 and moved[6:, 6:].mean() > 3 * moved[:3, :3].mean()
     small = {"vocab_size": 12, "dim": 16, "num_layers": 1, "num_heads": 2, "grid_size": 3}
-    with pytest.raises(ValueError, match="3 x 3.*12"):
-        MultiscaleDrafter(small, dict(up.config))
+    refuses(ValueError, "3 x 3.*12", MultiscaleDrafter, small, dict(up.config))
 
 
 def test_a_call_tests_open_slots_only_and_is_the_last_of_what_it_tests():

@@ -237,14 +237,12 @@ def test_grid_of_one_token_needs_the_prefill_only():
 
 @pytest.mark.parametrize("window, depth", [(1, 1), (4, 4), (2, 5)])
 def test_refuses_a_tree_deeper_than_the_window(window, depth):
-    with pytest.raises(ValueError, match=f"depth={depth} .*{window} slots"):
-        ProactiveJacobiSampler(window, 2, depth)
+    refuses(ValueError, f"depth={depth} .*{window} slots", ProactiveJacobiSampler, window, 2, depth)
 
 
 @pytest.mark.parametrize("siblings, depth", [(2, 10), (10, 3), (40, 20), (1025, 1)])
 def test_refuses_a_tree_of_too_many_nodes(siblings, depth):
-    with pytest.raises(ValueError, match="1024"):
-        ProactiveJacobiSampler(32, siblings, depth)
+    refuses(ValueError, "1024", ProactiveJacobiSampler, 32, siblings, depth)
 
 
 def test_refuses_identical_acceptance_without_gumbel_coupling():

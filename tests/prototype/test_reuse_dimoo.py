@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import dimoo
 from tests.helpers.dimoo import CODES
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_masked_transformer
 from tests.helpers.written_weights import written
 from visual_spec.models.masked.dimoo_checkpoint import load_dimoo
@@ -165,5 +166,4 @@ def test_what_does_not_fit_is_refused(loaded, shortcut):
         (lambda: load_dimoo_shortcut({"proj_in.weight": torch.zeros(2, 2)}), "no shortcut of Lumina-DiMOO.*MIGM"),
         (lambda: model(state, torch.zeros(1, 24, 1).long(), least=0.1), "keep=n"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            made()
+        refuses(ValueError, message, made)

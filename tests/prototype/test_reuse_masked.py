@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.mage import tiny_mage
 from tests.helpers.masked_reuse import MODELS, Watched, made, maskgit
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from tests.models.continuous.straight import linear, norm
@@ -252,8 +253,7 @@ def test_local_calls_need_a_call_that_kept():
     for kind in ("captions", "magnet", "mage"):
         model, condition, _ = made(kind)
         state = model.prepare(condition, batch_size=2, guided=False)
-        with pytest.raises(ValueError, match="keep=n"):
-            model(state, some_tokens(model), 0, places=PLACES)
+        refuses(ValueError, "keep=n", model, state, some_tokens(model), 0, places=PLACES)
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -370,8 +370,7 @@ def test_reuse_under_an_entropy_bound_is_refused():
         (dict(commit_gaps=[3, 2, 1]), "reuse=1 with commit_gaps=[3, 2, 1]: which tokens"),
         (dict(credit=0.5), "reuse=1 with credit=0.5, which is of all slots"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(words)):
-            of_settings(ReusingMaskedSampler, reuse=1, **settings)
+        refuses(ValueError, re.escape(words), of_settings, ReusingMaskedSampler, reuse=1, **settings)
 
 
 def test_models_that_keep_nothing_are_refused():

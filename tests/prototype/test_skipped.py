@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_pipeline, tiny_transformer
 from visual_spec import DraftedSampler
 from visual_spec.models.next_token.llamagen_blocks import TextCondition
@@ -44,5 +45,4 @@ def test_drafts_of_it_leave_the_tokens_alone(kept: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kept", [(), (2, 1), (1, 1), (0, 4), (-1,)])
 def test_other_blocks_are_refused(kept: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"4 blocks"):
-        skip_layers(tiny_transformer(num_layers=4), kept)
+    refuses(ValueError, r"4 blocks", skip_layers, tiny_transformer(num_layers=4), kept)

@@ -112,8 +112,7 @@ def test_every_setting_refuses_what_it_cannot_be(entry):
     assert set(own) <= set(defaults_of(kind))
     for name in defaults_of(kind):
         for value in [*REFUSED[name], *own.get(name, [])]:
-            with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}; pass ")):
-                of_settings(kind, **{name: value})
+            refuses(ValueError, re.escape(f"{name}={value!r}; pass "), of_settings, kind, **{name: value})
 
 
 @EVERY

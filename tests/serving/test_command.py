@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import visual_spec
+from tests.helpers.refusals import refuses
 from visual_spec.cli import main
 from visual_spec.commands.serve import build_parser
 from visual_spec.pipelines.placing import load
@@ -84,14 +85,12 @@ def test_a_folder_says_what_vllm_and_the_windows_read(tmp_path):
     assert words[:16] == none[:16] == [ids.padding] * 16 and len(set(none[16:])) == 4
     assert ids.of("Red, CIRCLE!")[0][-2:] == words[-2:]
     for prompt in ("!!!", 3):
-        with pytest.raises(ValueError, match=repr(prompt)):
-            ids.of(prompt)
+        refuses(ValueError, repr(prompt), ids.of, prompt)
 
 
 def test_other_models_are_refused(tmp_path):
     for name in ("shapes_nar", "shapes_var"):
-        with pytest.raises(ValueError, match="LlamaGen"):
-            save_for_vllm(load(name, "cpu", "float32"), tmp_path)
+        refuses(ValueError, "LlamaGen", save_for_vllm, load(name, "cpu", "float32"), tmp_path)
 
 
 def test_the_settings_of_a_picture_are_read_as_they_were_written():
@@ -105,8 +104,7 @@ def test_the_settings_of_a_picture_are_read_as_they_were_written():
 
 @pytest.mark.parametrize("more", [{"end": 5}, {"allowed": (0, 4)}, {"history": (RepetitionPenalty(1.3),)}])
 def test_a_law_that_a_request_cannot_say_is_refused(more):
-    with pytest.raises(ValueError, match=next(iter(more))):
-        settings_of(TokenLaw(temperature=0.7, **more), 1)
+    refuses(ValueError, next(iter(more)), settings_of, TokenLaw(temperature=0.7, **more), 1)
 
 
 def test_the_names_are_offered():

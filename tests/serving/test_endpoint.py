@@ -137,8 +137,7 @@ def test_the_scheme_has_no_case_and_is_needed(scheme):
 @pytest.mark.parametrize("key", ["", "  "])
 def test_an_empty_key_is_no_key(key):
     painter: Any = Quick()
-    with pytest.raises(ValueError, match="api_key.*empty"):
-        make_app(painter, api_key=key)
+    refuses(ValueError, "api_key.*empty", make_app, painter, api_key=key)
 
 
 # ------------------------------------------------------------------------------------------------------------ routes

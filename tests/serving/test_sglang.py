@@ -20,6 +20,7 @@ from tests.models.next_token import tiny_transformers as tiny
 pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 
+from tests.helpers.refusals import refuses
 from visual_spec import cli
 from visual_spec.serving.sglang import plugin
 from visual_spec.serving.sglang.route import PriorTokens, make_app
@@ -137,8 +138,7 @@ def test_bodies_failures_and_a_full_queue_are_answered(tokens, monkeypatch):
 
 
 def test_only_glm_image_is_taken(tmp_path, capsys):
-    with pytest.raises(TypeError, match="JanusForConditionalGeneration"):
-        PriorTokens(tiny.janus(torch.float32))
+    refuses(TypeError, "JanusForConditionalGeneration", PriorTokens, tiny.janus(torch.float32))
     tiny.janus(torch.float32).config.save_pretrained(tmp_path)
     assert cli.main(["serve", str(tmp_path), "--engine", "sglang"]) == 2
     assert "holds a janus" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.models.next_token import tiny_transformers as tiny
 from tests.serving.servers import CPU, NEEDS_VLLM
 from visual_spec.serving.vllm.token_models import ModelPrompts, save_model_for_vllm
@@ -90,8 +91,7 @@ def test_what_cannot_be_served_is_named(tmp_path):
         (torch.nn.Linear(1, 1), None, "Linear"),
     ]
     for model, grids, named in cases:
-        with pytest.raises((TypeError, ValueError), match=named):
-            save_model_for_vllm(model, tmp_path, grids=grids)
+        refuses((TypeError, ValueError), named, save_model_for_vllm, model, tmp_path, grids=grids)
 
 
 def test_prompts_are_those_of_the_adapter():

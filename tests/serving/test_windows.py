@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.law import TokenLaw
@@ -292,8 +293,7 @@ def test_a_request_past_its_picture_ends():
     ],
 )
 def test_bad_requests_are_named(settings, named):
-    with pytest.raises(ValueError, match=named):
-        PictureRequest.of(settings)
+    refuses(ValueError, named, PictureRequest.of, settings)
 
 
 @pytest.mark.parametrize(
@@ -303,5 +303,4 @@ def test_bad_requests_are_named(settings, named):
      ({"grids": [], "image_ids": [0, 4]}, 20), ({"grid": [6, 6], "image_ids": [0, 4], "row_end": 20}, 20)],
 )  # fmt: skip
 def test_models_that_say_too_little_are_refused(settings, end):
-    with pytest.raises(ValueError, match="grid|eos_token_id"):
-        Served.of(settings, end)
+    refuses(ValueError, "grid|eos_token_id", Served.of, settings, end)

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_readers
 from tests.helpers.training import tiny_raster
 from visual_spec.data.shapes import is_held_out, training_prompts
@@ -186,11 +187,9 @@ def test_shards_are_drawn_once_and_only_read_by_their_own_run(models, tmp_path: 
     assert all(torch.equal(part[:4], first) for part, first in zip(whole, half, strict=True))
     again = draw(SMALL, tmp_path / "again")
     assert all(torch.equal(one, two) for one, two in zip(whole, again, strict=True))
-    with pytest.raises(ValueError, match=r"pairs_0000\.pt"):
-        draw(replace(SMALL, guidance_scale=2.0), tmp_path)
+    refuses(ValueError, r"pairs_0000\.pt", draw, replace(SMALL, guidance_scale=2.0), tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"pictures": 6}, {"noises": 0}, {"batch_size": 0}])
 def test_counts_that_make_no_shards_are_refused(changes):
-    with pytest.raises(ValueError, match="least 1"):
-        replace(SMALL, **changes)
+    refuses(ValueError, "least 1", replace, SMALL, **changes)

@@ -108,5 +108,4 @@ def test_at_first_only_the_branch_learns(readers, tmp_path: Path):
 
 def test_another_order_is_refused(readers, tmp_path: Path):
     encoder, vq_model = readers
-    with pytest.raises(ValueError, match="'raster'"):
-        train_flashar(raster(), encoder, vq_model, SHORT, tmp_path)
+    refuses(ValueError, "'raster'", train_flashar, raster(), encoder, vq_model, SHORT, tmp_path)

@@ -11,6 +11,7 @@ import torch
 
 from scripts.train import masked_image
 from scripts.train.masked_image import MaskedImageTraining, hidden_tokens, new_model, train_masked_image
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_masked_transformer
 from tests.helpers.training import check_training
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -85,5 +86,4 @@ def test_several_workers_paint_what_one_paints(readers):
 def test_a_model_for_another_tokenizer_is_refused(readers, tmp_path: Path):
     encoder, vq_model = readers
     other = tiny_masked_transformer(vocab_size=17, prefix_length=20)
-    with pytest.raises(ValueError, match="16.*4 x 4.*17"):
-        train_masked_image(other, encoder, vq_model, SHORT, tmp_path)
+    refuses(ValueError, "16.*4 x 4.*17", train_masked_image, other, encoder, vq_model, SHORT, tmp_path)

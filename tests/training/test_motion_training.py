@@ -18,6 +18,7 @@ from scripts.train.motion import (
     train_motion,
 )
 from tests.helpers.nar import scores
+from tests.helpers.refusals import refuses
 from tests.helpers.training import check_training, tiny_raster
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
@@ -169,8 +170,7 @@ def test_a_near_to_far_model_starts_as_motion_learns_resumes_and_draws(
     assert held_out_loss(trained, encoder, draws) == pytest.approx(want, abs=1e-6)
     result = judge(trained, encoder, vq_model, 1, guidance_scale=1.0)
     assert result["clips"] == 1
-    with pytest.raises(ValueError, match="num_layers=3.*4"):
-        start_from_motion(tmp_path / "motion", 3)
+    refuses(ValueError, "num_layers=3.*4", start_from_motion, tmp_path / "motion", 3)
 
 
 def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):
@@ -189,5 +189,4 @@ def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):
     # The second layer starts without effect.
     assert not model.layers[1].attention.wo.weight.any() and not model.layers[1].feed_forward.w2.weight.any()
     other, other_words = motion.new_model(vq_model, 32, 1, 2)
-    with pytest.raises(ValueError, match="dim=16.*32"):
-        start_from_shapes(other, other_words, tmp_path)
+    refuses(ValueError, "dim=16.*32", start_from_shapes, other, other_words, tmp_path)

@@ -189,8 +189,7 @@ def test_codebooks_start_from_what_is_left_and_follow_it():
 
 def test_too_few_vectors_cannot_start_a_codebook():
     vectors = torch.randn(300, 4)
-    with pytest.raises(ValueError, match="300.*301"):
-        _first_codes(vectors, 301, np.random.default_rng(0))
+    refuses(ValueError, "300.*301", _first_codes, vectors, 301, np.random.default_rng(0))
 
 
 def test_mel_spectra_show_the_amplitude_of_a_sine():
@@ -300,8 +299,7 @@ def test_a_run_in_another_pattern_resumes(tmp_path):
 
     saved = {"transformer": MusicgenForCausalLM, "text_encoder": CaptionEncoder}
     check_training(tmp_path, train, 3, every=2, saved=saved)
-    with pytest.raises(ValueError, match="layout='grouped'.*group_size"):
-        run_music(tmp_path / "none", pattern="grouped")
+    refuses(ValueError, "layout='grouped'.*group_size", run_music, tmp_path / "none", pattern="grouped")
     assert not (tmp_path / "none").exists()
 
 
@@ -330,8 +328,7 @@ def test_codes_of_a_folder_belong_to_one_codec(tmp_path):
     assert torch.equal(again[0], words) and torch.equal(again[1], codes)
     tunes = sample_tunes(2, 100_003)
     assert torch.equal(words[:, 1], encoder.word_ids([caption(tune, 1) for tune in tunes]))
-    with pytest.raises(ValueError, match="codec.*--out"):
-        tokenize_tunes(tiny_codec(), encoder, 2, 1, cache=tmp_path)
+    refuses(ValueError, "codec.*--out", tokenize_tunes, tiny_codec(), encoder, 2, 1, cache=tmp_path)
 
 
 def test_span_counts_hide_the_share_that_is_asked_for():
@@ -351,8 +348,7 @@ def test_span_counts_hide_the_share_that_is_asked_for():
     for mask in masks[1]:  # runs of at least three, but for one cut off at the end
         runs = "".join("x" if hidden else " " for hidden in mask)
         assert all(len(run) >= 3 for run in runs[:48].split()[:-1]) if " " in runs else True
-    with pytest.raises(ValueError, match="3 frames.*3"):
-        span_counts(3)
+    refuses(ValueError, "3 frames.*3", span_counts, 3)
 
 
 def test_masked_losses_are_those_of_a_plain_loop():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from scripts.train.var_tokenizer import start_from
+from tests.helpers.refusals import refuses
 from visual_spec.data.shapes import sample_dataset
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -47,5 +48,4 @@ def test_networks_go_on_where_the_trained_ones_stopped(trained: VQModel) -> None
 
 
 def test_other_widths_are_refused(trained: VQModel) -> None:
-    with pytest.raises(ValueError, match="code_dim"):
-        start_from(new_model(code_dim=16), trained)
+    refuses(ValueError, "code_dim", start_from, new_model(code_dim=16), trained)

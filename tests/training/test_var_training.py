@@ -205,8 +205,7 @@ def test_reconstructions_are_judged_by_the_parser():
 
 def test_the_tokenizer_must_be_for_pictures_of_the_data_set(tmp_path):
     model = MultiscaleVQModel(4, (1, 1), 1, 16, 4, SCALES, norm_groups=None)
-    with pytest.raises(ValueError, match="8.*128"):
-        train_var_tokenizer(model, TOKENIZER, tmp_path)
+    refuses(ValueError, "8.*128", train_var_tokenizer, model, TOKENIZER, tmp_path)
 
 
 # -- pictures as tokens -----------------------------------------------------------------------------------------------
@@ -220,8 +219,7 @@ def test_tokens_of_classes_are_those_of_their_pictures(vq_model, tmp_path):
     assert torch.equal(tokens.long(), vq_model.encode_tokens(pictures)) and tokens.unique().numel() > 4
     again = tokenize_classes(vq_model, 45, 5, cache=tmp_path)
     assert torch.equal(again[0], labels) and torch.equal(again[1], tokens)
-    with pytest.raises(ValueError, match="tokenizer.*--out"):
-        tokenize_classes(tiny_tokenizer(), 45, 5, cache=tmp_path)
+    refuses(ValueError, "tokenizer.*--out", tokenize_classes, tiny_tokenizer(), 45, 5, cache=tmp_path)
 
 
 # -- the transformer --------------------------------------------------------------------------------------------------
@@ -355,8 +353,7 @@ def test_a_deeper_model_begins_as_the_one_it_grew_from(vq_model):
     logits.square().mean().backward()
     for block in deeper.blocks[2:]:
         assert block.ada_lin[1].weight.grad[:32].abs().max() > 0  # it will not stay so
-    with pytest.raises(ValueError, match="num_layers=2.*2"):
-        deepened(model, 2)
+    refuses(ValueError, "num_layers=2.*2", deepened, model, 2)
 
 
 def test_guidance_of_a_teacher_grows_from_scale_to_scale(vq_model):

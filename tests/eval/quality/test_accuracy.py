@@ -1,7 +1,6 @@
 """Prompt accuracy against a plain count, and the default score on pictures that are right."""
 
-import pytest
-
+from tests.helpers.refusals import refuses
 from visual_spec.data import shapes, shapes_parser
 from visual_spec.eval.quality.accuracy import accuracy_table, summarise
 
@@ -13,8 +12,7 @@ def test_the_summary_is_a_plain_count():
     assert summary["mean_attribute"]["value"] == (0.5 + 1 + 0.5 + 1) / 4
     counts = {name: (found["hits"], found["total"]) for name, found in summary["attributes"].items()}
     assert counts == {"a": (3, 4), "b": (2, 3)}
-    with pytest.raises(ValueError, match="no samples"):
-        summarise([])
+    refuses(ValueError, "no samples", summarise, [])
 
 
 def test_the_table_has_a_line_for_each_sampler_and_a_column_for_each_attribute():

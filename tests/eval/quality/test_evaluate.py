@@ -133,8 +133,7 @@ def test_a_run_goes_on_rows_are_added_and_times_stay(whole, tmp_path):
     again = evaluated(name, folder, alone=1)
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/0*")} == drawn
     assert again["rows"] == document["rows"]  # to the last digit: not measured anew
-    with pytest.raises(ValueError, match="num=4"):
-        evaluated(name, tmp_path, rows=rows[:2], samples=4)
+    refuses(ValueError, "num=4", evaluated, name, tmp_path, rows=rows[:2], samples=4)
 
 
 def test_tables_and_pages_speak_of_the_medium(whole, tmp_path):
@@ -292,8 +291,7 @@ def test_damaged_files_are_made_again(pictures, tmp_path):
     with pytest.warns(UserWarning, match="alone.json is damaged"):
         evaluated("tokens", tmp_path, alone=1)
     (tmp_path / "autoregressive" / "run.json").write_text('{"model"')
-    with pytest.raises(ValueError, match=r"run\.json"):
-        evaluated("tokens", tmp_path)
+    refuses(ValueError, r"run\.json", evaluated, "tokens", tmp_path)
 
 
 def test_processes_share_the_batches(pictures, tmp_path):
@@ -365,8 +363,7 @@ def test_clocks_by_hand():
     ],
 )
 def test_bad_input_is_refused_before_a_folder_is_made(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        evaluated("tokens", tmp_path / "new", **changes)
+    refuses(ValueError, message, evaluated, "tokens", tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
 
 
@@ -420,8 +417,7 @@ def test_the_command_with_a_masked_model(tmp_path, monkeypatch, capsys):
         assert row["accuracy"] == want["accuracy"] and row["features"] == want["features"]
     assert "features: mel" in captured and " columns/call " in captured
     tiny_pipeline().save_pretrained(tmp_path / "pictures")
-    with pytest.raises(ValueError, match="--masked"):
-        command.main([*arguments, "--model", str(tmp_path / "pictures")])
+    refuses(ValueError, "--masked", command.main, [*arguments, "--model", str(tmp_path / "pictures")])
     with pytest.raises(ValueError, match="MaskedSampler"):
         command.main([*arguments[:2], *arguments[4:], "--samplers", "masked"])
 
@@ -507,8 +503,7 @@ def test_prompts_of_a_file_are_compared_with_plain_decoding(tmp_path, monkeypatc
             frontier.read_results([tmp_path / name / "results.json"]), tmp_path / f"{name}.html", name
         )
         assert page.read_text().count("<svg") == (name == "known")
-    with pytest.raises(ValueError, match="no quality to draw"):
-        frontier.draw_frontier(document)
+    refuses(ValueError, "no quality to draw", frontier.draw_frontier, document)
     again = ["--batch-size", "3", "--samples", "5", "--out", str(tmp_path / "five")]
     assert command.main([*arguments, *again]) == 0
     drawn = SampleFiles.open(tmp_path / "five" / "autoregressive").prompts

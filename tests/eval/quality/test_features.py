@@ -8,6 +8,7 @@ import torch
 
 from scripts.train import classifier
 from scripts.train.classifier import HEADS, ClassifierTraining, judge, labels, train_classifier
+from tests.helpers.refusals import refuses
 from visual_spec.data.shapes import Scene, ShapeObject, sample_dataset
 from visual_spec.eval.quality import features
 from visual_spec.eval.quality.features import features_of, load_shapes_features
@@ -53,8 +54,7 @@ def test_pictures_of_another_kind_are_refused():
         torch.zeros(1, 8, 8, 3, dtype=torch.uint8),
         torch.zeros(3, 8, 8).byte(),
     ):
-        with pytest.raises(ValueError, match=r"pass uint8 \[B, 3, H, W\]"):
-            network(wrong)
+        refuses(ValueError, r"pass uint8 \[B, 3, H, W\]", network, wrong)
 
 
 def test_labels_say_what_the_picture_shows():

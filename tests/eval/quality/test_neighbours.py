@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.eval.quality import neighbours as quality
 from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
 
@@ -133,5 +134,4 @@ def test_intervals_hold_the_mean_of_a_law(real, drawn, width):
 
 def test_bad_input_is_refused():
     good = sample(10, 3, 50)
-    with pytest.raises(ValueError, match="neighbours=10.*10"):
-        precision_recall(good, good, neighbours=10)
+    refuses(ValueError, "neighbours=10.*10", precision_recall, good, good, neighbours=10)

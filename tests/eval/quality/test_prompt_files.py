@@ -78,8 +78,7 @@ def test_files_of_the_field_are_read_whole(tmp_path, name, text, texts):
     ],
 )
 def test_what_would_be_cut_or_cannot_be_kept_is_refused_when_it_is_read(tmp_path, name, text, said):
-    with pytest.raises(ValueError, match=said):
-        read_prompts(write(tmp_path / name, text))
+    refuses(ValueError, said, read_prompts, write(tmp_path / name, text))
 
 
 def test_geneval_and_dpg_ask_for_four_pictures_of_each_prompt(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.helpers.refusals import refuses
 from tests.helpers.sample_sets import LAW, TEXTS, content, work_in
 from tests.helpers.tiny import tiny_pipeline
 from visual_spec.cli import main
@@ -92,14 +93,12 @@ def test_a_damaged_or_missing_file_is_drawn_again(tmp_path):
 
 def test_a_set_without_them_is_another_one(tmp_path):
     sample(work_in(tmp_path))
-    with pytest.raises(ValueError, match="output_logprobs: None there, True here"):
-        sample(rollouts(tmp_path))
+    refuses(ValueError, "output_logprobs: None there, True here", sample, rollouts(tmp_path))
 
 
 def test_a_sampler_that_keeps_none_is_refused_before_anything_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(ZipARSampler, "gives_logprobs", False)
-    with pytest.raises(ValueError, match="output_logprobs of a"):
-        sample(rollouts(tmp_path / "x", text="zipar"))
+    refuses(ValueError, "output_logprobs of a", sample, rollouts(tmp_path / "x", text="zipar"))
     assert not (tmp_path / "x").exists()
 
 

@@ -75,8 +75,7 @@ def test_a_longer_run_goes_on(whole, tmp_path):
 def test_a_shorter_run_is_refused_before_anything_is_drawn(whole, tmp_path):
     """Pictures of the longer one would stay in the folder, where scorers find them."""
     sample(work_in(tmp_path))
-    with pytest.raises(ValueError, match="7.*num=4.*--num 7"):
-        sample(work_in(tmp_path, num=4))
+    refuses(ValueError, "7.*num=4.*--num 7", sample, work_in(tmp_path, num=4))
     assert content(tmp_path) == content(whole)
 
 
@@ -171,8 +170,7 @@ def test_a_full_disk_leaves_whole_files_only(whole, tmp_path, monkeypatch):
         return original(path, *args, **kwargs)
 
     monkeypatch.setattr(sample_set, "write_atomically", limited)
-    with pytest.raises(OSError, match=r"\[Errno 28\]"):
-        sample(work_in(tmp_path))
+    refuses(OSError, r"\[Errno 28\]", sample, work_in(tmp_path))
     monkeypatch.undo()
     assert sample(work_in(tmp_path)) is not None
     assert content(tmp_path) == content(whole)
@@ -211,8 +209,7 @@ def test_vbench_gets_its_videos_by_prompt_and_number(tmp_path):
         small = video.reshape(len(frames), frames.shape[1], factor, frames.shape[2], factor, 3).mean((2, 4))
         others = [np.abs(small - other).mean() for other in drawn.videos(0, 15)]
         assert int(np.argmin(others)) == index
-    with pytest.raises(ValueError, match="vbench"):
-        sample(work_in(tmp_path / "b", prompts=prompts))
+    refuses(ValueError, "vbench", sample, work_in(tmp_path / "b", prompts=prompts))
 
 
 def _draw(folder):

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.helpers.command import check_refused
 from tests.helpers.evaluation import tiny_network
 from tests.helpers.networks import exact_distance, make_pictures, mean_colours, with_manifest
+from tests.helpers.refusals import refuses
 from tests.helpers.sample_sets import work_in
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.cli import main
@@ -111,8 +112,7 @@ def test_damaged_features_are_extracted_again_and_new_pictures_too(tmp_path, sma
         np.savez(kept[0], features=damage)
         assert run() == before
     np.savez(kept[0], others=np.zeros((6, 4), np.float32))
-    with pytest.raises(ValueError, match="others without features; remove shapes-"):
-        run()
+    refuses(ValueError, "others without features; remove shapes-", run)
     kept[0].unlink()
     make_pictures(drawn, 6, 2)
     assert run()["figures"] != before["figures"]
@@ -247,8 +247,7 @@ def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_n
     cool = compared(tmp_path / "cool")["comparison"]
     assert cool["differing"] == ["law"] and cool["promise"] == "not known" and cool["kept"] is None
     sample(work_in(tmp_path / "seeds", batch_size=4, seed=1))
-    with pytest.raises(ValueError, match="plain"):
-        compared(tmp_path / "seeds")
+    refuses(ValueError, "plain", compared, tmp_path / "seeds")
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["", "without the law settings of earlier versions"])
@@ -365,8 +364,7 @@ def test_a_truncated_picture_is_named(tmp_path, small_network):
     drawn = make_pictures(tmp_path / "drawn", 3, 0)
     data = (drawn / "001.png").read_bytes()
     (drawn / "001.png").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="png.*whole"):
-        score(work_of(drawn, drawn, ("shapes",), tmp_path / "s"))
+    refuses(ValueError, "png.*whole", score, work_of(drawn, drawn, ("shapes",), tmp_path / "s"))
 
 
 def test_prompts_of_a_class_model_are_its_names():

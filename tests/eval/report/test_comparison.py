@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from tests.helpers.tiny_scales import tiny_scale_pipeline
@@ -42,8 +43,7 @@ def test_compare_finds_a_difference():
 def test_the_sampler_is_put_back_after_an_error():
     pipe = tiny_pipeline()
     sampler = pipe.sampler
-    with pytest.raises(ValueError, match="no words"):
-        compare(pipe, SpeculativeJacobiSampler(window=4), [("", 0)], {})
+    refuses(ValueError, "no words", compare, pipe, SpeculativeJacobiSampler(window=4), [("", 0)], {})
     assert pipe.sampler is sampler
 
 

@@ -167,8 +167,7 @@ def test_the_page_stands_alone(document, tmp_path, capsys):
     assert said["page"] == str(tmp_path / "again.html") and said["chart"] is None
     assert (tmp_path / "again.html").read_text() == page  # to the last byte
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        report_command.main(arguments)
+    refuses(FileExistsError, "--overwrite", report_command.main, arguments)
 
 
 def test_charts_are_in_the_page_with_the_colours_of_the_page(document, tmp_path):

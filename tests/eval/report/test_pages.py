@@ -117,8 +117,7 @@ def test_the_legend_adds_to_the_height_only():
     ],
 )
 def test_a_map_that_cannot_be_drawn_is_refused(calls, size, message):
-    with pytest.raises(ValueError, match=message):
-        acceptance_map(calls, TokenGrid(4, 4), size)
+    refuses(ValueError, message, acceptance_map, calls, TokenGrid(4, 4), size)
 
 
 def colours_of(picture: Image.Image) -> dict:
@@ -216,8 +215,7 @@ def test_the_page_is_self_contained_and_holds_the_very_pixels(tmp_path):
 def test_the_page_is_not_overwritten_unasked_nor_left_half(tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        write_html([row()], path)
+    refuses(FileExistsError, "--overwrite", write_html, [row()], path)
     assert path.read_text() == "mine"
 
     def interrupt(*_):
@@ -272,8 +270,7 @@ def test_the_map_of_scales_has_every_cell_in_the_colour_of_its_model(drafted):
         for y in range(8):
             if (x, y) not in inside:
                 assert drawn.getpixel((x * cell + cell // 2, y * cell + cell // 2)) == PAPER
-    with pytest.raises(ValueError, match="no maps"):
-        scale_map((), 0)
+    refuses(ValueError, "no maps", scale_map, (), 0)
 
 
 def test_rows_of_scales_on_the_sheet_and_on_the_page(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.eval import charts
 from visual_spec.eval.speed import roofline
 
@@ -61,5 +62,4 @@ def test_the_chart_has_the_roof_and_a_numbered_point_a_row():
 
 
 def test_a_name_that_cannot_be_drawn_to_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"roof\.jpg"):
-        charts.chart_ending(tmp_path / "roof.jpg", "--plot")
+    refuses(ValueError, r"roof\.jpg", charts.chart_ending, tmp_path / "roof.jpg", "--plot")

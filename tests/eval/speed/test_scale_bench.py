@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.sizes import official, scales
 from tests.helpers.bench import benched, check_times
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
 from visual_spec.commands import bench
@@ -166,8 +167,7 @@ def test_official_sizes_have_random_weights_and_true_costs(capsys, name):
     ],
 )
 def test_options_that_do_not_fit(model, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        bench.main(["--model", str(model), "--device", "cpu", *arguments])
+    refuses(ValueError, message, bench.main, ["--model", str(model), "--device", "cpu", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,7 @@ def test_options_that_do_not_fit(model, arguments, message):
     ],
 )
 def test_official_sizes_that_there_are_not(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        official.main(["--device", "cpu", *arguments])
+    refuses(ValueError, message, official.main, ["--device", "cpu", *arguments])
 
 
 def test_next_token_models_are_not_counted(tmp_path):
@@ -194,8 +193,7 @@ def test_next_token_models_are_not_counted(tmp_path):
 def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(measure, "available_memory", lambda device: 10**4)
     monkeypatch.setattr(scales, "random_pipeline", lambda *_, **__: pytest.fail("made"))
-    with pytest.raises(ValueError, match=r"GB \(weights"):
-        official.main(["--device", "cpu", "--model", "var-large"])
+    refuses(ValueError, r"GB \(weights", official.main, ["--device", "cpu", "--model", "var-large"])
 
 
 def test_a_model_is_timed_under_its_own_law(tmp_path, capsys):

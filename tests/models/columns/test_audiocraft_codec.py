@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.audiocraft_files import BOOKS, CODEC_SETTINGS, changed, codec_weights, write
+from tests.helpers.refusals import refuses
 from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 
@@ -116,8 +117,7 @@ def test_a_file_that_names_its_codec(tmp_path):
     with pytest.raises(OSError, match="encodec_32khz.*pretrained"):
         load_audiocraft_codec(tmp_path)  # there is no network
     torch.save({"pretrained": "dac_44khz", "exported": True}, tmp_path / "compression_state_dict.bin")
-    with pytest.raises(ValueError, match="'dac_44khz'.*EnCodec"):
-        load_audiocraft_codec(tmp_path)
+    refuses(ValueError, "'dac_44khz'.*EnCodec", load_audiocraft_codec, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,7 @@ def test_a_file_that_names_its_codec(tmp_path):
 def test_settings_of_another_codec_are_refused(tmp_path, name, value, message):
     settings = changed(CODEC_SETTINGS, name, value)
     path = write(tmp_path, "compression_state_dict.bin", codec_weights(), settings)
-    with pytest.raises(ValueError, match=message):
-        load_audiocraft_codec(path)
+    refuses(ValueError, message, load_audiocraft_codec, path)
 
 
 def test_codecs_of_absurd_sizes_are_refused_before_they_are_built(tmp_path):

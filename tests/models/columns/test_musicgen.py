@@ -376,5 +376,4 @@ def test_an_attention_that_takes_no_mask_is_refused(monkeypatch):
     whole = musicgen()
     layer = whole.decoder.model.decoder.layers[0].self_attn
     monkeypatch.setattr(layer.config, "_attn_implementation", "flash_attention_2")
-    with pytest.raises(ValueError, match="attn_implementation='flash_attention_2'"):
-        MusicgenColumnModel(whole, FRAMES)
+    refuses(ValueError, "attn_implementation='flash_attention_2'", MusicgenColumnModel, whole, FRAMES)

@@ -186,5 +186,4 @@ def test_keys_are_all_accounted_for(tmp_path):
     ):
         assert part in str(caught.value)
     write_language_model(tmp_path, SETTINGS)
-    with pytest.raises(ValueError, match="MAGNeT"):
-        load(tmp_path)
+    refuses(ValueError, "MAGNeT", load, tmp_path)

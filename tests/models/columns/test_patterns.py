@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.columns.patterns import LAYOUTS, CodebookPattern
 
 SPECIAL = 99
@@ -199,5 +200,4 @@ def test_layouts_by_name():
     ],
 )
 def test_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(ValueError, message, make)

@@ -12,6 +12,7 @@ from tests.helpers.bitdance import number
 from tests.helpers.command import last_line
 from tests.helpers.mar import random_weights
 from tests.helpers.recordings import repeated
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from visual_spec import cli
 from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder, load_binary_autoencoder
@@ -138,8 +139,7 @@ def test_a_shift_moves_the_shares_towards_noise():
     ],
 )
 def test_settings_of_other_models_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        drawn(network(1), ContinuousSampler(**settings))
+    refuses(ValueError, message, drawn, network(1), ContinuousSampler(**settings))
 
 
 def test_files_that_make_no_model_are_refused():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import tiny_causal
 
@@ -76,5 +77,4 @@ def test_windows_may_reach_beyond_the_last_slot():
 
 
 def test_an_order_that_is_no_permutation_is_refused():
-    with pytest.raises(ValueError, match="0 to 15"):
-        tiny_causal(order=[0] * 16)
+    refuses(ValueError, "0 to 15", tiny_causal, order=[0] * 16)

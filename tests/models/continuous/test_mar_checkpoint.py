@@ -57,8 +57,7 @@ def test_the_arguments_that_every_released_file_holds_are_read_past(tmp_path):
 def test_nothing_in_a_file_runs(tmp_path):
     path = tmp_path / "checkpoint-last.pth"
     torch.save({"model_ema": tiny_mar().state_dict(), "args": Trap()}, path)
-    with pytest.raises(ValueError, match="refused"):
-        load_mar_checkpoint(path, num_heads=2)
+    refuses(ValueError, "refused", load_mar_checkpoint, path, num_heads=2)
     assert not Trap.ran
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.core.protocol import TokenGrid
 
 
@@ -27,12 +28,10 @@ def test_codebooks_do_not_add_slots():
 def test_refuses_a_slot_outside(index):
     grid = TokenGrid(2, 3, frames=2)
     for method in (grid.coordinates, grid.left, grid.up, grid.previous_frame):
-        with pytest.raises(IndexError, match=f"slot {index} .*0 to 11"):
-            method(index)
+        refuses(IndexError, f"slot {index} .*0 to 11", method, index)
 
 
 @pytest.mark.parametrize("name", ["height", "width", "frames", "codebooks"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_refuses_a_size_below_one(name, size):
-    with pytest.raises(ValueError, match=f"{name}={size!r}.*1"):
-        TokenGrid(**{"height": 2, "width": 2, name: size})
+    refuses(ValueError, f"{name}={size!r}.*1", TokenGrid, **{"height": 2, "width": 2, name: size})

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_transformer
 from visual_spec.models.core.projections import fuse_projections, in_one_order
 from visual_spec.samplers.core.law import TokenLaw
@@ -57,8 +58,7 @@ def test_plain_int8_layers_decode_identically():
     )
     assert torch.equal(found.tokens, expected.tokens)
     assert (found.trace.target_calls < expected.trace.target_calls).all()
-    with pytest.raises(ValueError, match="Int8Linear"):
-        fuse_projections(model)
+    refuses(ValueError, "Int8Linear", fuse_projections, model)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -169,5 +169,4 @@ def test_sums_in_one_order_are_of_the_quantised_weights(how):
 def test_weights_that_the_kernel_does_not_read_are_refused(how):
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     quantization.quantize_(model, getattr(quantization, how)())
-    with pytest.raises(ValueError, match="Int8WeightOnlyConfig"):
-        in_one_order(model[0], torch.randn(3, 64))
+    refuses(ValueError, "Int8WeightOnlyConfig", in_one_order, model[0], torch.randn(3, 64))

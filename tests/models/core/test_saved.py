@@ -105,8 +105,7 @@ def test_configurations_that_make_no_such_model_are_refused(folder, name):
     path.write_text(
         json.dumps({**json.loads(path.read_text()), **json.loads(text)}) if ": " in text else text
     )
-    with pytest.raises(ValueError, match=message):
-        VQModel.from_pretrained(folder)
+    refuses(ValueError, message, VQModel.from_pretrained, folder)
 
 
 def test_damaged_files_are_named(folder):
@@ -114,8 +113,7 @@ def test_damaged_files_are_named(folder):
     whole = path.read_bytes()
     for content in (b"", whole[:100], whole[:-1], b"\xff" * 50, whole[:8] + b"[" + whole[9:]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path.name}.*truncated"):
-            VQModel.from_pretrained(folder)
+        refuses(ValueError, f"{path.name}.*truncated", VQModel.from_pretrained, folder)
 
 
 def test_eight_bits_are_read_where_a_model_says_that_it_is_stored_so(tmp_path):
@@ -170,8 +168,7 @@ def test_models_of_transformers_are_read_in_eight_bits_where_their_configuration
     shutil.copytree(codec_folder, folder)
     changed(folder, lambda w: w.update({key: w[key].to(torch.float8_e4m3fn)}))
     model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"{key} is of torch.float8_e4m3fn"):
-        check_folder(folder, EncodecModel)
+    refuses(ValueError, f"{key} is of torch.float8_e4m3fn", check_folder, folder, EncodecModel)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "stored_as": "float8_e4m3fn"}))
     model = EncodecModel.from_pretrained(folder, dtype=torch.float32)

@@ -105,8 +105,7 @@ def test_first_frames_are_those_of_longer_clips():
     short = model.first_frames(2)
     assert short.grid.frames == 2 and model.grid.frames == 3 and model.first_frames(3) is model
     assert torch.equal(decoded(short, tokens[:, :8], False), decoded(model, tokens, False)[:, :8])
-    with pytest.raises(ValueError, match="1 to 3"):
-        model.first_frames(4)
+    refuses(ValueError, "1 to 3", model.first_frames, 4)
 
 
 def test_selected_samples_go_on():
@@ -127,8 +126,7 @@ def test_classes_condition_as_well():
 
 
 def test_a_single_frame_is_refused():
-    with pytest.raises(ValueError, match="at least 2"):
-        tiny_frames(num_frames=1)
+    refuses(ValueError, "at least 2", tiny_frames, num_frames=1)
 
 
 def planned_frames(**changes) -> FrameMaskedTransformer:

@@ -150,8 +150,7 @@ def test_a_clip_from_files(tmp_path):
     ],
 )
 def test_settings_of_another_network_are_refused(tmp_path, name, value, message):
-    with pytest.raises(ValueError, match=message):
-        load_magnet(write_language_model(tmp_path, changed(SETTINGS, name, value)))
+    refuses(ValueError, message, load_magnet, write_language_model(tmp_path, changed(SETTINGS, name, value)))
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
@@ -211,8 +210,7 @@ def test_settings_that_cannot_be_read_are_refused_in_one_line(tmp_path, name):
 )
 def test_settings_of_another_kind_are_named(tmp_path, name, value):
     path = write_language_model(tmp_path, changed(SETTINGS, name, value))
-    with pytest.raises(ValueError, match=rf"{name}=.*no such"):
-        load_magnet(path)
+    refuses(ValueError, rf"{name}=.*no such", load_magnet, path)
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
@@ -222,7 +220,6 @@ def test_a_missing_layer_is_noticed_be_it_the_last_one(tmp_path, layer):
     settings = changed(SETTINGS, "transformer_lm.num_layers", LAYERS)
     assert len(load_magnet(write_language_model(tmp_path, settings))[0].model.decoder.layers) == LAYERS
     path = write_language_model(tmp_path, settings, without)
-    with pytest.raises(
-        ValueError, match=r"state_dict.bin (holds 1 layers, and its settings say 2|is no MAGNeT)"
-    ):
-        load_magnet(path)
+    refuses(
+        ValueError, r"state_dict.bin (holds 1 layers, and its settings say 2|is no MAGNeT)", load_magnet, path
+    )

@@ -258,8 +258,7 @@ def test_guided_laws_other_networks_and_one_token_a_call_are_refused(semantic, a
 def test_networks_of_other_layouts_are_refused(tmp_path, semantic):
     weights = straight.random_weights(straight.semantic_shapes(), 0)
     save_file(weights, tmp_path / "more.safetensors")
-    with pytest.raises(ValueError, match=r"MaskGCT.*layer_emb\.weight"):
-        load_acoustic_network(tmp_path / "more.safetensors")
+    refuses(ValueError, r"MaskGCT.*layer_emb\.weight", load_acoustic_network, tmp_path / "more.safetensors")
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------

@@ -167,8 +167,7 @@ def test_the_picture_so_far_is_the_last_map_alone_enlarged():
     assert small.shape[-1] == 6
     want = F.interpolate(small, size=(8, 8), mode="bicubic").clamp(-1, 1)
     assert torch.allclose(vq_model.decode_canvas(canvas), want)
-    with pytest.raises(ValueError, match=r"scale 2 has \[B, 9\]"):
-        vq_model.accumulate(canvas, 2, tokens[:, :4])
+    refuses(ValueError, r"scale 2 has \[B, 9\]", vq_model.accumulate, canvas, 2, tokens[:, :4])
 
 
 # -- scales of a call -------------------------------------------------------------------------------------------------

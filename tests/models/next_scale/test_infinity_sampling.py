@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.regions import total_variation
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import SIDES, captions, some, tiny_bits, tiny_infinity
 from visual_spec.models.core.protocol import Side
@@ -146,8 +147,7 @@ def test_maps_that_are_no_squares():
     assert torch.equal(full.tokens, plain.tokens)
     tight = CompressedVAR(model, ScaleBudget(sides, ((0, 0), (1, 1), (3, 3), (20, 28))))
     assert decode(tight, rows, tokenizer=tokenizer).trace.cache_bytes[0] < 0.8 * plain.trace.cache_bytes[0]
-    with pytest.raises(ValueError, match="model.*0"):
-        decode(tiny_infinity(), rows, tokenizer=tokenizer)
+    refuses(ValueError, "model.*0", decode, tiny_infinity(), rows, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(("height", "width"), [(5, 6), (10, 7), (3, 8), (2, 1), (8, 2)])
@@ -169,8 +169,7 @@ def test_patches_and_models_of_other_codes():
     result = decode(model, rows, tokenizer=patches)
     assert result.tokens.shape == (3, 30 * 12)
     assert torch.equal(patches.decode_tokens(result.tokens), patches.decode_canvas(result.canvas))
-    with pytest.raises(ValueError, match="2 codes.*3.*12"):
-        decode(tiny_infinity(), rows, tokenizer=patches)
+    refuses(ValueError, "2 codes.*3.*12", decode, tiny_infinity(), rows, tokenizer=patches)
 
 
 class ForcedNoise:

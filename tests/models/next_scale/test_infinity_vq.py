@@ -195,8 +195,7 @@ def test_published_budgets_are_a_tenth_of_the_cache(preset: str, layers: int, dr
         assert abs(sum(budget.tokens[scale]) / layers - 650) < 3
         assert len(set(budget.tokens[scale])) == 2
     assert all(len(set(row)) == 1 for row in budget.tokens[:8])
-    with pytest.raises(ValueError, match="preset='20b'"):
-        published_budget("20b")
+    refuses(ValueError, "preset='20b'", published_budget, "20b")
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------

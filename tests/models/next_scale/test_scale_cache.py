@@ -417,8 +417,7 @@ def test_budgets_that_cannot_be_are_refused():
 
 
 def test_a_budget_for_another_model_is_refused():
-    with pytest.raises(ValueError, match="2 layers.*3"):
-        CompressedVAR(var(num_layers=3), TIGHT)
+    refuses(ValueError, "2 layers.*3", CompressedVAR, var(num_layers=3), TIGHT)
     with pytest.raises(ValueError, match=r"scales \(1, 2\).*2"):
         cache_bytes(var(scales=(1, 2)).config, TIGHT, 1, False, torch.float32)
     with pytest.raises(ValueError, match="stop=9 given"):

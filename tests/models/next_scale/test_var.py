@@ -137,8 +137,7 @@ def test_a_shorter_cache_gives_the_same_logits():
     state = model.prefill(labels, batch_size=2, guided=False, stop=3)
     for k in (1, 2):
         assert (model(state, maps[k - 1], k) - whole[k]).abs().max() < 1e-12
-    with pytest.raises(ValueError, match="3.*stop=3"):
-        model(state, maps[2], 3)
+    refuses(ValueError, "3.*stop=3", model, state, maps[2], 3)
 
 
 @pytest.mark.parametrize(("known", "stop"), [(0, 1), (1, 2), (2, 3), (3, None)])
@@ -149,8 +148,7 @@ def test_a_prefill_of_the_last_scale_leaves_nothing_to_go_on_from(known, stop):
     state = model.prefill(labels, batch_size=2, guided=False, maps=maps[:known], stop=stop)
     assert (state.logits - want).abs().max() < 1e-12
     for scale in (1, 2, 3):
-        with pytest.raises(ValueError, match=f"scale {scale} .*0 cached"):
-            model(state, maps[scale - 1], scale)
+        refuses(ValueError, f"scale {scale} .*0 cached", model, state, maps[scale - 1], scale)
 
 
 def test_half_precision_stays_near_float32():
@@ -267,8 +265,7 @@ def test_sizes_of_any_kind_are_read_off_the_file_and_give_the_same_logits(tmp_pa
         assert torch.equal(again.teacher_forced(maps, labels), model.teacher_forced(maps, labels))
         assert not again.training
         assert load_var_checkpoint(weights, scales=SIDES, dtype=torch.bfloat16).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="30.*4.*`scales`"):
-            load_var_checkpoint(weights)
+        refuses(ValueError, "30.*4.*`scales`", load_var_checkpoint, weights)
 
 
 def test_every_wrong_key_is_named():
@@ -300,10 +297,8 @@ def test_constants_are_looked_at():
         "attn_bias_for_masking": mask.mT.contiguous(),
         "blocks.0.attn.zero_k_bias": torch.full((16,), 0.01),
     }.items():
-        with pytest.raises(ValueError, match=f"{key} is a constant"):
-            load_var_checkpoint({**weights, **usual, key: value})
+        refuses(ValueError, f"{key} is a constant", load_var_checkpoint, {**weights, **usual, key: value})
 
 
 def test_other_scales_are_refused():
-    with pytest.raises(ValueError, match=r"\(1, 2\).*5.*680.*10"):
-        load_var_checkpoint(official("d16"), scales=(1, 2))
+    refuses(ValueError, r"\(1, 2\).*5.*680.*10", load_var_checkpoint, official("d16"), scales=(1, 2))

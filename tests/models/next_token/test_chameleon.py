@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers import vqgan
+from tests.helpers.refusals import refuses
 from tests.models.next_token.tiny_transformers import chameleon, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.chameleon import ChameleonImageModel
@@ -136,8 +137,7 @@ def test_pictures_in_the_prompt_become_their_tokens():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(more, message):
-    with pytest.raises(ValueError, match=message):
-        plan(MODEL, INPUTS, **more)
+    refuses(ValueError, message, plan, MODEL, INPUTS, **more)
 
 
 def test_a_lumina_checkpoint_is_known_by_its_config():
@@ -197,8 +197,7 @@ def test_the_decoder_is_read_from_official_files(tmp_path, layout):
 
 
 def test_files_that_hold_no_decoder_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file"):
-        ChameleonVQDecoder.from_file(tmp_path)
+    refuses(FileNotFoundError, r"no file", ChameleonVQDecoder.from_file, tmp_path)
     tensors = decoder().state_dict()
     del tensors["decoder.conv_in.bias"]
     torch.save(tensors, tmp_path / "short.ckpt")
@@ -226,8 +225,7 @@ def test_pixels_are_those_of_the_codes_after_the_ids(lumina):
 
 
 def test_pixels_need_a_decoder_and_a_picture():
-    with pytest.raises(ValueError, match="Chameleon"):
-        ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long))
+    refuses(ValueError, "Chameleon", ChameleonImageModel.pixels, MODEL, torch.zeros(1, 30, dtype=torch.long))
     with pytest.raises(ValueError, match=r"ids \[0\]"):
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long), decoder())
 
@@ -305,7 +303,6 @@ def test_lumina_mgpt_2_is_known_by_its_vocabulary(second):
         (dict(image_sizes=(4, 8), pixel_values=torch.zeros(1, 3, 8, 8)), "155000"),
     ]
     for more, words in refused:
-        with pytest.raises(ValueError, match=words):
-            plan(second, INPUTS, **more)
+        refuses(ValueError, words, plan, second, INPUTS, **more)
     with pytest.raises(ValueError, match="pass vq_decoder=MoVQDecoder"):
         ChameleonImageModel.pixels(second, torch.zeros(1, 40, dtype=torch.long), image_sizes=(4, 8))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.models.next_token.tiny_transformers import emu3, prompts
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.emu3 import Emu3ImageModel
@@ -69,12 +70,10 @@ def test_pixels_are_those_of_the_model():
 @pytest.mark.parametrize("sizes", [None, [], (3,), (3.0, 5.0), "3*5", [[3, 5, 1]]])
 def test_sizes_that_are_none_are_refused(sizes):
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="height"):
-        Emu3ImageModel.plan(MODEL, prompt, guided=False, image_sizes=sizes)
+    refuses(ValueError, "height", Emu3ImageModel.plan, MODEL, prompt, guided=False, image_sizes=sizes)
 
 
 def test_a_vocabulary_without_the_closing_tokens_is_refused():
     model = emu3()
     del model.config.vocabulary_map["<|extra_201|>"]
-    with pytest.raises(ValueError, match="lacks <|extra_201|>"):
-        Emu3ImageModel(model, 2, 2)
+    refuses(ValueError, "lacks <|extra_201|>", Emu3ImageModel, model, 2, 2)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from tests.models.next_token.tiny_transformers import janus, one, prompts
-from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.janus import JanusImageModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
@@ -55,16 +56,14 @@ def test_guidance_without_the_ids_it_needs_is_refused():
     model = janus()
     model.generation_config.generation_kwargs = None
     prompt = Prompt(INPUTS["input_ids"], INPUTS["attention_mask"])
-    with pytest.raises(ValueError, match="boi"):
-        JanusImageModel.plan(model, prompt, guided=True)
+    refuses(ValueError, "boi", JanusImageModel.plan, model, prompt, guided=True)
 
 
 def test_guidance_without_an_unconditional_prompt_is_refused():
     image_model, condition = plan(INPUTS, guided=False)
     with pytest.raises(ValueError, match="guidance.*Janus"):
         image_model.prefill(condition, batch_size=4, guided=True, window=1)
-    with pytest.raises(ValueError, match="4 prompts.*2"):
-        image_model.prefill(condition, batch_size=2, guided=False, window=1)
+    refuses(ValueError, "4 prompts.*2", image_model.prefill, condition, batch_size=2, guided=False, window=1)
     with pytest.raises(TypeError, match="ImagePrompt"):
         image_model.prefill(condition.prompt, batch_size=4, guided=False, window=1)  # pyright: ignore[reportArgumentType]
 
@@ -78,12 +77,10 @@ def test_guidance_without_an_unconditional_prompt_is_refused():
     ],
 )
 def test_bad_prompts_are_refused(ids, mask, error, message):
-    with pytest.raises(error, match=message):
-        ImagePrompt(Prompt(ids, mask))
+    refuses(error, message, Prompt, ids, mask)
 
 
 def test_an_attention_that_takes_no_mask_is_refused():
     model = janus()
     model.model.language_model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attn_implementation='flash_attention_2'"):
-        JanusImageModel(model)
+    refuses(ValueError, "attn_implementation='flash_attention_2'", JanusImageModel, model)

@@ -177,8 +177,7 @@ def test_the_size_of_the_pictures_is_found_where_it_is_told():
     ],
 )
 def test_sizes_that_are_not_told_or_contradicted_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        size_of(**settings)
+    refuses(ValueError, message, size_of, **settings)
 
 
 def test_a_pair_agrees_on_the_size(tmp_path):
@@ -249,8 +248,7 @@ def test_sizes_outside_the_table_name_the_closest_and_what_to_do():
     ],
 )
 def test_weights_of_other_families_are_named(keys, looks_like):
-    with pytest.raises(ValueError, match=looks_like):
-        recognise(on_meta(dict.fromkeys(keys, (2, 2))))
+    refuses(ValueError, looks_like, recognise, on_meta(dict.fromkeys(keys, (2, 2))))
 
 
 def test_a_file_in_the_wrong_place_is_told(tmp_path):

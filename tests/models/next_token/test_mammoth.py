@@ -172,8 +172,7 @@ def test_a_release_is_read(tmp_path):
     ],
 )
 def test_other_vocabularies_are_refused(changes, match):
-    with pytest.raises(ValueError, match=match):
-        MammothModa2(config(**changes))
+    refuses(ValueError, match, MammothModa2, config(**changes))
 
 
 def test_what_does_not_fit_is_refused():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.helpers import vqgan
 from tests.helpers.official import random_weights
+from tests.helpers.refusals import refuses
 from visual_spec.models.next_token.movq import MoVQDecoder
 
 CODES = torch.arange(12).view(1, 2, 6) * 7 % 24
@@ -96,5 +97,4 @@ def test_a_released_file_is_read_with_its_size(tmp_path):
     torch.save(small, tmp_path / "short.ckpt")
     with pytest.raises(ValueError, match=r"1 missing: decoder\.mid\.attn_1\.norm\.conv_b\.bias"):
         MoVQDecoder.from_file(tmp_path / "short.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
-        MoVQDecoder.from_file(tmp_path / "none.ckpt")
+    refuses(FileNotFoundError, r"none\.ckpt", MoVQDecoder.from_file, tmp_path / "none.ckpt")

@@ -232,8 +232,7 @@ def test_no_key_of_nar_is_missing_or_left_over(name, kind):
 def test_a_damaged_release_is_compared_with_the_nearest():
     shapes = nar_shapes(36, 1280, classes=1000)
     del shapes["medusa_norm.weight"]
-    with pytest.raises(ValueError, match=r"NAR-XL.*1.*medusa_norm\.weight"):
-        recognise(on_meta(shapes))
+    refuses(ValueError, r"NAR-XL.*1.*medusa_norm\.weight", recognise, on_meta(shapes))
 
 
 def test_refuses_calls_in_raster_order(tmp_path):

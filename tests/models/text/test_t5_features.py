@@ -65,8 +65,7 @@ def test_captions_are_cleaned_before_they_are_tokenized():
 def test_empty_prompts_are_refused():
     features = tiny_features()
     for prompt in ("", "  ", "***", "<br>"):
-        with pytest.raises(ValueError, match="prompt '"):
-            features([prompt])
+        refuses(ValueError, "prompt '", features, [prompt])
 
 
 def test_long_prompts_are_cut_with_a_warning_that_names_the_rest():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.video.frame_cache import (
     POLICIES,
     DeepForcing,
@@ -169,8 +170,7 @@ def test_deep_forcing_cuts_every_other_chunk_and_follows_the_clip():
     ],
 )
 def test_settings_that_cannot_serve_are_refused(policy, chunk, message):
-    with pytest.raises(ValueError, match=message):
-        policy.check(chunk)
+    refuses(ValueError, message, policy.check, chunk)
 
 
 def test_every_policy_has_defaults_that_serve_chunks_of_three():

@@ -66,19 +66,16 @@ def test_the_dtype_is_cast_and_the_rotary_table_is_not_left_empty(tmp_path):
 def test_other_files_are_refused(tmp_path, change, message):
     weights = official()
     change(weights)
-    with pytest.raises(ValueError, match=message):
-        load_self_forcing(saved(tmp_path, weights), head_dim=HEAD_DIM)
+    refuses(ValueError, message, load_self_forcing, saved(tmp_path, weights), head_dim=HEAD_DIM)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="24.*head_dim=128"):
-        load_self_forcing(saved(tmp_path, official()))
+    refuses(ValueError, "24.*head_dim=128", load_self_forcing, saved(tmp_path, official()))
 
 
 def test_files_that_need_pickle_are_refused(tmp_path):
     torch.save({"generator_ema": official(), "config": Exception}, tmp_path / "run.pt")
-    with pytest.raises(ValueError, match="need pickle"):
-        load_self_forcing(tmp_path / "run.pt", head_dim=HEAD_DIM)
+    refuses(ValueError, "need pickle", load_self_forcing, tmp_path / "run.pt", head_dim=HEAD_DIM)
 
 
 def test_convert_writes_a_folder_of_diffusers(tmp_path, monkeypatch):
@@ -175,5 +172,4 @@ def test_convert_adds_a_lora(tmp_path, monkeypatch):
     wanted = load_self_forcing(base, lora=tmp_path / "lora.pt").state_dict()
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(value, wanted[key]) for key, value in loaded.items())
-    with pytest.raises(ValueError, match="lora.pt given"):
-        convert([tmp_path / "lora.pt"], tmp_path / "other")
+    refuses(ValueError, "lora.pt given", convert, [tmp_path / "lora.pt"], tmp_path / "other")

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.bitdance import transformer_shapes
 from tests.helpers.mar import random_weights
 from tests.helpers.recordings import repeated
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
@@ -226,8 +227,7 @@ def test_levels_fall_evenly_from_call_to_call():
     assert found.trace.head_calls.tolist() == [275] * 3 and found.trace.target_calls.tolist() == [10] * 3
     assert ContinuousSampler(steps=1, head_steps=50, last_head_steps=5).shapes(model)[0].levels == 50
     for wrong in (0, 1001, 2.5):
-        with pytest.raises(ValueError, match="last_head_steps=.*1000"):
-            ContinuousSampler(last_head_steps=wrong)  # pyright: ignore[reportArgumentType]
+        refuses(ValueError, "last_head_steps=.*1000", ContinuousSampler, last_head_steps=wrong)
 
 
 def test_levels_that_do_not_fall_are_those_of_all_calls():

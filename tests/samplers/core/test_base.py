@@ -19,6 +19,7 @@ from tests.helpers.drafting import (
     eagle_pair,
     seeded,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel, TabularState
 from tests.helpers.tiny import tiny_transformer
@@ -200,5 +201,4 @@ def test_what_a_model_of_ones_own_returns_is_not_spread_over_what_was_asked(how,
     assert sampler(Wrong(model, ""), condition, **options).tokens.shape == (2, 16)
     if how == "unguided" and guidance == 1.0:
         return
-    with pytest.raises(ValueError, match=error):
-        sampler(Wrong(model, how), condition, **options)
+    refuses(ValueError, error, sampler, Wrong(model, how), condition, **options)

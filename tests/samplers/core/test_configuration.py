@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.refusals import refuses
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
@@ -15,7 +16,6 @@ def test_what_was_not_given_is_left_to_the_other_class():
 
 
 def test_arguments_that_are_none_are_refused():
-    with pytest.raises(TypeError, match="bogus"):
-        SpeculativeJacobiSampler(8, bogus=1)  # pyright: ignore
+    refuses(TypeError, "bogus", SpeculativeJacobiSampler, 8, bogus=1)
     with pytest.raises(TypeError):
         SpeculativeJacobiSampler(8, window=9)  # pyright: ignore

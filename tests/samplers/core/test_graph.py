@@ -333,8 +333,7 @@ def test_bad_logits_are_named_though_looked_for_at_the_end(recordings):
     draw(sampler, model, 1)
     with torch.no_grad():
         model.output.weight[3] = torch.nan
-    with pytest.raises(FloatingPointError, match="slot 0"):
-        draw(sampler, model, 1)
+    refuses(FloatingPointError, "slot 0", draw, sampler, model, 1)
 
 
 def test_adapters_share_the_recording_of_their_decoder(recordings):
@@ -395,8 +394,7 @@ def test_states_that_do_not_name_their_buffers(recordings):
     settings["generator"] = seeded(1)[0]
     assert SpeculativeJacobiSampler(4)(model, None, **settings).tokens.equal(want) and not recordings
     for sampler in (AutoregressiveSampler(graph=True), SpeculativeJacobiSampler(4, graph=True)):
-        with pytest.raises(TypeError, match="TabularState.*`buffers`.*graph=False"):
-            sampler(model, None, **settings)
+        refuses(TypeError, "TabularState.*`buffers`.*graph=False", sampler, model, None, **settings)
 
 
 def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computation(monkeypatch):
@@ -416,8 +414,7 @@ def test_weights_that_come_and_go_are_not_recorded():
     assert not base.wants_graph(False, model)
     layer._hf_hook = object()  # pyright: ignore[reportArgumentType]
     assert not base.wants_graph("auto", model)
-    with pytest.raises(ValueError, match="graph=True.*model"):
-        base.wants_graph(True, model)
+    refuses(ValueError, "graph=True.*model", base.wants_graph, True, model)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.helpers.cached_decoders import case, rows_of
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_transformer
 from tests.helpers.without_numbers import NoHost, stand_in, without_numbers
 from visual_spec.models.core import cache
@@ -224,8 +225,7 @@ def test_a_prefill_that_cannot_be_recorded_runs_in_place(replayed, monkeypatch):
     assert len(held_caches()) == before + 1
     strict = SpeculativeJacobiSampler(6, graph=True)
     draw(model, captions(1), 1, sampler=strict)
-    with pytest.raises(RuntimeError, match="not permitted"):
-        draw(model, captions(2), 2, sampler=strict)
+    refuses(RuntimeError, "not permitted", draw, model, captions(2), 2, sampler=strict)
 
 
 @pytest.mark.parametrize("name, guided", [*((name, True) for name in MODELS), ("glm large", False)])
@@ -256,5 +256,4 @@ def test_a_recorded_prefill_that_ignores_guided_is_refused(replayed, monkeypatch
         return state
 
     monkeypatch.setattr(model, "run_prompt", unguided)
-    with pytest.raises(ValueError, match="guided=True.*guided=False"):
-        draw(model, condition, 1)
+    refuses(ValueError, "guided=True.*guided=False", draw, model, condition, 1)

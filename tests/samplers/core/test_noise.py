@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from visual_spec.samplers.core import noise as noise_module
 from visual_spec.samplers.core.noise import (
     ACCEPT,
@@ -329,14 +330,12 @@ def test_the_default_generator_is_used_only_when_none_is_given():
     ],
 )
 def test_draw_keys_refuses(generator, batch_size, error, message):
-    with pytest.raises(error, match=message):
-        draw_keys(generator, batch_size)
+    refuses(error, message, draw_keys, generator, batch_size)
 
 
 @pytest.mark.parametrize("keys", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2)])
 def test_noise_refuses_other_keys(keys):
-    with pytest.raises(ValueError, match=r"int64 \[B\].*draw_keys"):
-        CounterNoise(keys, "cpu")
+    refuses(ValueError, r"int64 \[B\].*draw_keys", CounterNoise, keys, "cpu")
 
 
 # -- kept noise -------------------------------------------------------------------------------------------------------

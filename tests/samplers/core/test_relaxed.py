@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from tests.helpers.tiny import seeded
@@ -156,13 +157,11 @@ def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
     ],
 )
 def test_refuses_settings_out_of_range(numbers, message):
-    with pytest.raises(ValueError, match=message):
-        SpeculativeJacobiSampler(**lossy("lantern", **numbers))
+    refuses(ValueError, message, SpeculativeJacobiSampler, **lossy("lantern", **numbers))
 
 
 def test_refuses_an_acceptance_that_there_is_not():
-    with pytest.raises(ValueError, match="acceptance='loose'"):
-        SpeculativeJacobiSampler(acceptance="loose")
+    refuses(ValueError, "acceptance='loose'", SpeculativeJacobiSampler, acceptance="loose")
 
 
 def test_settings_by_name():
@@ -186,5 +185,4 @@ def test_settings_by_name():
     ],
 )
 def test_refuses_settings_by_name(acceptance, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Relaxation.of(acceptance, settings)
+    refuses(ValueError, message, Relaxation.of, acceptance, settings)

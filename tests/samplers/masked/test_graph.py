@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.masked_reuse import made
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularMaskedModel
 from tests.helpers.tiny import seeded
 from tests.models.masked import maskgct_straight as straight
@@ -66,8 +67,7 @@ def test_a_graph_that_cannot_be_is_refused():
     model = TabularMaskedModel(TokenGrid(1, 4), 3)
     with pytest.raises(ValueError, match="graph=True.*CUDA"):
         MaskedSampler(graph=True)(model, None, law=TokenLaw())
-    with pytest.raises(ValueError, match="graph='no'"):
-        MaskedSampler(graph="no")
+    refuses(ValueError, "graph='no'", MaskedSampler, graph="no")
     tokens = [
         MaskedSampler(graph=graph)(model, None, law=TokenLaw(), generator=seeded(1)).tokens
         for graph in ("auto", False)

@@ -125,8 +125,7 @@ def test_where_draws_decide_rows_end_at_their_own_call(rule):
     ],
 )
 def test_settings_of_rules_that_do_not_fit_are_refused(settings, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        of_settings(MaskedSampler, **settings)
+    refuses(ValueError, re.escape(words), of_settings, MaskedSampler, **settings)
 
 
 def test_every_schedule_has_its_published_values():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import of_settings
@@ -202,5 +203,4 @@ def test_noise_falls_as_each_code_lets_it():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        of_settings(MaskedSampler, **settings)
+    refuses(ValueError, words, of_settings, MaskedSampler, **settings)

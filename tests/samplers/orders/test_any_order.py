@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularMaskedModel, TabularModel
 from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.helpers.tiny import seeded
@@ -283,8 +284,7 @@ def test_known_tokens_that_cannot_be_kept_are_refused():
         (torch.zeros_like(KNOWN), "all.*-1"),
     ]:
         for sampler in (AnyOrderSampler(), SpeculativeAnyOrderSampler()):
-            with pytest.raises(ValueError, match=words):
-                decode(sampler, range(4), known_tokens=known)
+            refuses(ValueError, words, decode, sampler, range(4), known_tokens=known)
 
 
 @pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
@@ -305,8 +305,7 @@ def test_other_models_are_refused(sampler):
 @pytest.mark.parametrize("order", [[0, 0, 1], [1, 2]])
 def test_orders_and_steps_that_do_not_fit_are_refused(order):
     for sampler in (AnyOrderSampler, SpeculativeAnyOrderSampler):
-        with pytest.raises(ValueError, match="order=.*random, halton"):
-            sampler(order=order)
+        refuses(ValueError, "order=.*random, halton", sampler, order=order)
     for steps in (1, 9):
         with pytest.raises(ValueError, match=f"steps={steps} .*2 to 8"):
             AnyOrderSampler(steps=steps)(MODEL, None, law=TokenLaw())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.llamagen import make, text_condition
+from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel, TabularOrderModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import STOP
@@ -92,8 +93,7 @@ def test_the_trace_says_whether_this_run_is_exact():
 def test_an_approximation_is_refused_unless_it_is_allowed():
     for model in (RASTER, TabularOrderModel(TokenGrid(2, 2), 2, "diagonal")):
         order = "diagonal" if model is RASTER else "raster"
-        with pytest.raises(ValueError, match=f"'{order}'.*another law"):
-            decode(OrderedSampler(order), model)
+        refuses(ValueError, f"'{order}'.*another law", decode, OrderedSampler(order), model)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,7 @@ def test_an_approximation_is_refused_unless_it_is_allowed():
     ],
 )
 def test_an_order_of_other_heads_is_refused_even_if_an_approximation_would_do(model, order, message):
-    with pytest.raises(ValueError, match=message):
-        decode(OrderedSampler(order, **ANY_ORDER), model)
+    refuses(ValueError, message, decode, OrderedSampler(order, **ANY_ORDER), model)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +116,7 @@ def test_an_order_of_other_heads_is_refused_even_if_an_approximation_would_do(mo
 )
 def test_other_samplers_refuse_a_model_of_another_order(sampler):
     parts: Any = {"drafter": RASTER} if sampler.needs_drafter else {}
-    with pytest.raises(ValueError, match="'nar'.*OrderedSampler"):
-        decode(sampler, NAR, **parts)
+    refuses(ValueError, "'nar'.*OrderedSampler", decode, sampler, NAR, **parts)
 
 
 def test_refuses_what_is_not_allowed():
@@ -134,15 +132,13 @@ class Raster(TabularModel):
 
 
 def test_refuses_a_model_that_feeds_in_raster_order_only():
-    with pytest.raises(TypeError, match="Raster"):
-        decode(OrderedSampler(), Raster(TokenGrid(2, 2), 3, conditions=2))
+    refuses(TypeError, "Raster", decode, OrderedSampler(), Raster(TokenGrid(2, 2), 3, conditions=2))
 
 
 def test_names_the_slot_of_logits_that_define_no_law():
     model = TabularOrderModel(TokenGrid(2, 3), 3, "nar", heads=2, conditions=2)
     model.logits[:, :, :, 4] = torch.nan
-    with pytest.raises(FloatingPointError, match="slot 4 hold"):
-        decode(OrderedSampler(), model)
+    refuses(FloatingPointError, "slot 4 hold", decode, OrderedSampler(), model)
 
 
 def test_a_callback_may_end_the_decode():

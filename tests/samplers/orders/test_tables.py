@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.helpers.refusals import refuses
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.orders import tables as orders
 from visual_spec.samplers.orders.tables import (
@@ -197,14 +198,12 @@ def test_joined_steps_are_one_pass():
     ("grid", "count"), [(TokenGrid(4, 4), 5), (TokenGrid(5, 4), 4), (TokenGrid(4, 4, frames=2), 4)]
 )
 def test_refuses_regions_that_do_not_fit(grid, count):
-    with pytest.raises(ValueError, match=f"{count} regions.*square"):
-        regions(grid, count)
+    refuses(ValueError, f"{count} regions.*square", regions, grid, count)
 
 
 @pytest.mark.parametrize("grid", [TokenGrid(3, 4), TokenGrid(4, 6)])
 def test_refuses_blocks_that_do_not_fit(grid):
-    with pytest.raises(ValueError, match="4 x 4.*4"):
-        blocks(grid, 4)
+    refuses(ValueError, "4 x 4.*4", blocks, grid, 4)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------

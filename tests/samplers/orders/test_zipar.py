@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.helpers.drafting import Counting
 from tests.helpers.llamagen import event_logits, make, text_condition
 from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.refusals import refuses
 from tests.helpers.row_simulation import Simulation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
@@ -429,8 +430,7 @@ def test_refuses_a_model_that_feeds_in_raster_order_only(sampler):
 def test_names_the_slot_of_logits_that_define_no_law(sampler):
     model = TabularModel(TokenGrid(3, 3), 3, order=1, conditions=2)
     model.logits[:, 4] = torch.nan
-    with pytest.raises(FloatingPointError, match="slot 4 hold"):
-        decode(sampler, model)
+    refuses(FloatingPointError, "slot 4 hold", decode, sampler, model)
 
 
 def test_rows_run_through_frames():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, STEPS, decode
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.helpers.tiny import seeded
@@ -253,8 +254,7 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
 
 
 def test_refuses_combinations_that_mean_nothing():
-    with pytest.raises(ValueError, match="coupling='gumbel'.*coupling='maximal'"):
-        ColumnJacobiSampler(coupling="maximal")
+    refuses(ValueError, "coupling='gumbel'.*coupling='maximal'", ColumnJacobiSampler, coupling="maximal")
     with pytest.raises(ValueError, match="acceptance='grouped'.*unit='column'.*unit='codebook'"):
         ColumnJacobiSampler(acceptance="grouped")
 
@@ -272,8 +272,7 @@ def test_refuses_other_patterns_before_any_compute(sampler):
     with pytest.raises(ValueError, match="TabularModel.*AutoregressiveSampler"):
         sampler(TabularModel(TokenGrid(2, 2), 3), None, law=LAW)
     model.valid = MODEL.valid[:-1]
-    with pytest.raises(ValueError, match=r"\(16, 4\).*\(17, 4\)"):
-        sampler(model, None, law=LAW)
+    refuses(ValueError, r"\(16, 4\).*\(17, 4\)", sampler, model, None, law=LAW)
 
 
 # ----------------------------------------------------------------------------------------------------- bad logits
@@ -285,8 +284,7 @@ def test_names_the_sample_and_step_of_logits_that_define_no_law(sampler, step):
     model = copy.deepcopy(MODEL)
     codebook = int(model.valid[step].nonzero()[-1, 0])
     model.logits[1, step, :, codebook] = torch.nan
-    with pytest.raises(FloatingPointError, match=f"sample 1 .*slot {step} hold nan"):
-        decode(sampler, model)
+    refuses(FloatingPointError, f"sample 1 .*slot {step} hold nan", decode, sampler, model)
 
 
 # ------------------------------------------------------------------------------------------------ the table model

@@ -186,8 +186,7 @@ def test_the_smallest_grids(size):
 
 
 def test_refuses_to_decode_without_a_drafter():
-    with pytest.raises(ValueError, match="DraftedSampler.*1 x 6 x 6.*12"):
-        decode(DraftedSampler(), MODEL, None)
+    refuses(ValueError, "DraftedSampler.*1 x 6 x 6.*12", decode, DraftedSampler(), MODEL, None)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +194,7 @@ def test_refuses_to_decode_without_a_drafter():
 )
 def test_refuses_a_drafter_of_other_tokens_and_says_what_fits(grid, vocab_size):
     other = TabularModel(grid, vocab_size, order=1)
-    with pytest.raises(ValueError, match=f"{vocab_size}.*1 x 6 x 6.*12"):
-        decode(DraftedSampler(), MODEL, other)
+    refuses(ValueError, f"{vocab_size}.*1 x 6 x 6.*12", decode, DraftedSampler(), MODEL, other)
 
 
 def test_refuses_a_feature_drafter_of_another_target():
@@ -204,8 +202,7 @@ def test_refuses_a_feature_drafter_of_another_target():
     from visual_spec.models.drafters.eagle import EagleDrafter
 
     other = EagleDrafter(vocab_size=8, dim=16, num_heads=2, grid_size=5)
-    with pytest.raises(ValueError, match="dim=16.*dim=32"):
-        decode(DraftedSampler(), model, other, captions(2), batch_size=2)
+    refuses(ValueError, "dim=16.*dim=32", decode, DraftedSampler(), model, other, captions(2), batch_size=2)
 
 
 def test_a_drafter_with_its_own_condition():

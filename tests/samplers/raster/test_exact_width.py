@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_transformer
 from tests.helpers.tiny_audio import tiny_decoder
 from tests.helpers.transformers_models import INPUTS, draw
@@ -172,8 +173,7 @@ def test_a_position_is_scored_alike_at_any_place_of_a_call():
     ],
 )
 def test_refuses_what_it_cannot_promise(kind, settings, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**settings, **EXACT)
+    refuses(ValueError, message, kind, **settings, **EXACT)
 
 
 # -- near-ties ---------------------------------------------------------------------------------------------------------

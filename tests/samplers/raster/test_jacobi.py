@@ -178,8 +178,7 @@ def poisoned(slot: int, value: float, row: int = 1) -> TabularModel:
     "value, name", [(torch.nan, "nan"), (torch.inf, r"\+inf"), (-torch.inf, "only -inf")]
 )
 def test_names_the_sample_and_slot_of_logits_that_define_no_law(sampler, slot, value, name):
-    with pytest.raises(FloatingPointError, match=f"sample 2 .*slot {slot} hold {name}"):
-        decode(sampler, poisoned(slot, value))
+    refuses(FloatingPointError, f"sample 2 .*slot {slot} hold {name}", decode, sampler, poisoned(slot, value))
 
 
 def test_names_the_unconditional_row():

@@ -22,6 +22,7 @@ from tests.helpers.drafting import (
     seeded,
     watch_features,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
@@ -326,13 +327,11 @@ def test_refuses_more_nodes_than_are_drafted(num_nodes: Any):
 
 
 def test_refuses_to_choose_among_drawn_siblings_and_says_what_to_do():
-    with pytest.raises(ValueError, match="num_nodes=None.*siblings='top-k'"):
-        TreeSampler(depth=3, width=4, num_nodes=6)
+    refuses(ValueError, "num_nodes=None.*siblings='top-k'", TreeSampler, depth=3, width=4, num_nodes=6)
 
 
 def test_refuses_to_decode_without_a_drafter_or_with_one_of_other_tokens():
-    with pytest.raises(ValueError, match="TreeSampler"):
-        decode(TreeSampler(), MODEL, None)
+    refuses(ValueError, "TreeSampler", decode, TreeSampler(), MODEL, None)
     with pytest.raises(ValueError, match="11.*1 x 6 x 6.*12"):
         decode(TreeSampler(), MODEL, TabularModel(TokenGrid(6, 6), 11, order=1))
 
@@ -343,13 +342,11 @@ def test_refuses_models_that_score_chains_only(role):
         grid, vocab_size, prefill = MODEL.grid, MODEL.vocab_size, MODEL.prefill
 
     networks: dict[str, Any] = {"model": MODEL, "drafter": NEAR, role: Chains()}
-    with pytest.raises(TypeError, match=f"{role}.*Chains.*DraftedSampler"):
-        decode(TreeSampler(), **networks)
+    refuses(TypeError, f"{role}.*Chains.*DraftedSampler", decode, TreeSampler(), **networks)
 
 
 def test_refuses_more_siblings_than_there_are_tokens():
-    with pytest.raises(ValueError, match="width=13.*12.*12"):
-        decode(TreeSampler(2, 13))
+    refuses(ValueError, "width=13.*12.*12", decode, TreeSampler(2, 13))
 
 
 def test_refuses_a_tree_larger_than_the_cache():
@@ -358,6 +355,5 @@ def test_refuses_a_tree_larger_than_the_cache():
             return super().prefill(condition, batch_size=batch_size, guided=guided, window=min(window, 8))
 
     model = Small(TokenGrid(6, 6), 12, order=1, conditions=3)
-    with pytest.raises(ValueError, match="11.*8.*num_nodes.*7"):
-        decode(TreeSampler(2, 5), model)
+    refuses(ValueError, "11.*8.*num_nodes.*7", decode, TreeSampler(2, 5), model)
     assert decode(TreeSampler(1, 7), model).tokens.shape == (4, LENGTH)

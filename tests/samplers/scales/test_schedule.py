@@ -342,8 +342,7 @@ def test_the_record_as_a_setting_and_as_text(tmp_path):
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_where_they_are_given(schedule, message):
-    with pytest.raises(ValueError, match=message):
-        ScaleWiseSampler(schedule=schedule)
+    refuses(ValueError, message, ScaleWiseSampler, schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +360,7 @@ def test_values_out_of_range_are_refused_where_they_are_given(schedule, message)
 def test_schedules_that_do_not_fit_are_refused_before_compute(monkeypatch, schedule, message):
     model = tiny_var()
     monkeypatch.setattr(type(model), "prefill", None)
-    with pytest.raises(ValueError, match=message):
-        decode(model, ROWS, schedule=schedule)
+    refuses(ValueError, message, decode, model, ROWS, schedule=schedule)
 
 
 def test_models_that_cannot_be_pruned_are_refused_before_compute():
