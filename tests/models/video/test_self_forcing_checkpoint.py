@@ -5,6 +5,7 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny_wan import DIM, HEAD_DIM, clips, official, prompts, saved, tiny_wan
 from visual_spec.models.video.self_forcing_checkpoint import load_self_forcing
 from visual_spec.pipelines.convert import convert
