@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.modular_pipelines.wan.modular_blocks_wan import WanBlocks
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from PIL import Image
 
 import visual_spec
 from tests.helpers.diffusers_video import SMALL, tiny_pipeline
@@ -198,3 +199,31 @@ def test_what_does_not_fit_is_refused_and_leaves_the_transformer_as_it_was(asked
     with pytest.raises(error, match=named):
         modular(pipe)(**dict(prompt_embeds=prompts(1).float(), **SMALL) | asked)
     assert all(b.attn1.processor is p for b, p in zip(pipe.transformer.blocks, processors, strict=True))
+
+
+def test_a_first_picture_and_shots_are_what_the_parts_make_of_them(monkeypatch):
+    """The picture by the pipeline's own encoder, prompts by its own method: the latents of the sampler from both."""
+    pipe = visual_spec.accelerate(tiny_pipeline(), "sink-window:sink=3,window=12,cut_gap=2")
+    monkeypatch.setattr(
+        pipe, "_get_t5_prompt_embeds", lambda prompt, num_videos_per_prompt=1, **more: torch.cat(
+            [prompts(1, seed=len(text)).float() for text in prompt for _ in range(num_videos_per_prompt)]
+        ),
+    )  # fmt: skip
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    size = dict(num_frames=21, height=32, width=32)
+    found = pipe.generate_video(
+        "a", image=picture, cuts={1: "bcd"}, num_videos_per_prompt=2, generator=[seeded(), seeded()],
+        output_type="latent", **size,
+    ).frames  # fmt: skip
+    pixels = torch.from_numpy(np.asarray(picture)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    config, first = pipe.vae.config, pipe.vae.encode(pixels).latent_dist.mean.detach()
+    mean, std = (
+        torch.tensor(list(values)).view(1, -1, 1, 1, 1)
+        for values in (config.latents_mean, config.latents_std)
+    )
+    wanted = pipe.transformer.generate_latents(
+        prompts(1, seed=1).float(), num_frames=6, height=4, width=4, generator=seeded(),
+        start=(first - mean) / std, cuts={1: prompts(1, seed=3).float()},
+    )  # fmt: skip
+    assert found.shape == (2, 4, 6, 4, 4) and (found[:1] - wanted).abs().max() < 1e-5
+    assert (found[0] - found[1]).abs().max() < 1e-5

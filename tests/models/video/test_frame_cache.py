@@ -214,3 +214,22 @@ def test_policies_refuse_other_types():
     for kind in POLICIES.values():
         with pytest.raises(ValueError, match="dtype.*int4.*model.*int8"):
             kind(dtype="int4").check(3)
+
+
+def test_the_first_frames_of_the_last_shot_are_kept_as_the_sink_is():
+    cache, policy = FrameCache(torch.empty(0), 1, 1, 2, 1), SinkWindow(2, 8)
+    kept = []
+    for frame in range(0, 20, 2):
+        if frame in (6, 14):
+            cache.pins.append(frame)
+        policy.make_room(cache, frame, 2, lambda *cut: torch.empty(0))
+        kept.append(cache.places[0, :, 0].tolist())
+        for one in (frame, frame + 1):
+            cache.append(*torch.zeros(2, 1, 1, 1, 2), torch.tensor([[[one, 0, 0]]]))
+    assert kept[5:] == [
+        [0, 1, 6, 7, 8, 9],
+        [0, 1, 6, 7, 10, 11],
+        [0, 1, 6, 7, 12, 13],  # frame 14 begins a shot: until it is drawn the shot before it is the last
+        [0, 1, 12, 13, 14, 15],
+        [0, 1, 14, 15, 16, 17],
+    ]

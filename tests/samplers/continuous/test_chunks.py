@@ -504,3 +504,66 @@ def test_a_clean_chunk_of_a_long_rolling_clip_forgets_the_sink():
         keys, _, read = policy.read(cache, 9, 2, commit)
         assert keys[0, :, 0, 0].tolist() == values and read[0, :, 0].tolist() == places
     assert cache.places[0, :, 0].tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
+
+
+# Recorded: `CausalDiffusionInferencePipeline` of NVlabs/LongLive@7860ad9 with `multi_shot_sink` and
+# `multi_shot_rope_offset=3`, sink 2 of a window of 8, on the weights of `official()` with the noise of this sampler, in
+# float64: the last frame of 20, without cuts, with shots from chunks 3 and 7, and these after a clean first frame.
+SHOTS = {
+    "plain": [0.0039738, -0.6877103, -0.8904113, -0.2793368, -5.9785789, 2.8333392],
+    "cuts": [0.2473922, -0.7183850, -0.6225424, -0.3417350, -6.2461566, 2.9121221],
+    "a picture, cuts": [0.2193390, -0.7826937, -0.6434199, -0.4102715, -6.2963492, 2.9054322],
+}
+
+
+@pytest.mark.parametrize("name", SHOTS)
+def test_shots_and_a_first_picture_are_drawn_as_the_public_program_draws_them(name, tmp_path):
+    model = load_self_forcing(saved(tmp_path, official()), head_dim=12).double()
+    given: dict[str, Any] = {}
+    if name != "plain":
+        given["cuts"] = {3: prompts(1, seed=1), 7: prompts(1, seed=2)}
+    if "picture" in name:
+        picture = torch.randn(1, 1, 4, 4, 4, generator=seeded(9), dtype=torch.float64)
+        given["start"] = picture.transpose(1, 2)
+    drawn, trace = roll_out(
+        CausalWan(model, SinkWindow(2, 8, cut_gap=3)),
+        prompts(1),
+        num_frames=20,
+        sampler=ChunkWiseSampler(2, 4, solver="unipc"),
+        generator=seeded(5),
+        **given,
+        **SIZE,
+    )
+    assert drawn[0, :, -1].flatten()[:6].tolist() == pytest.approx(SHOTS[name], abs=2e-5)
+    assert trace.target_calls.tolist() == [50]
+    if "start" in given:
+        assert torch.equal(drawn[:, :, :1], given["start"])
+
+
+def test_a_shot_of_a_drafted_clip_is_that_of_its_prompt():
+    """Both models go on with the new prompt; what comes before it does not change."""
+    large, small = pair()
+    options: dict[str, Any] = dict(num_frames=9, drafter=small, reward=lambda chunk, index: 1.0, **SIZE)
+    plain, _ = roll_out(large, prompts(2), generator=seeds(0, 1), **options)
+    same, _ = roll_out(large, prompts(2), generator=seeds(0, 1), cuts={2: prompts(2)}, **options)
+    other, _ = roll_out(large, prompts(2), generator=seeds(0, 1), cuts={2: prompts(2, seed=4)}, **options)
+    assert torch.equal(same, plain) and torch.equal(other[:, :, :6], plain[:, :, :6])
+    assert (other[:, :, 6:] - plain[:, :, 6:]).abs().amax((1, 2, 3, 4)).min() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "solver", "message"),
+    [
+        (dict(cuts={0: prompts(1)}), "renoise", "chunk 0 .* from 1 to 2"),
+        (dict(cuts={3: prompts(1)}), "renoise", "chunk 3 .* from 1 to 2"),
+        (dict(cuts={1: prompts(2)}), "renoise", r"\[2, 3, 8\]; .*\[1, T, E\]"),
+        (dict(cuts={1: torch.zeros(1, 3, 5)}), "renoise", r"prompt_embeds are \[1, 3, 5\]"),
+        (dict(start=clips(1, 3)), "renoise", "start is .* n at most 2"),
+        (dict(start=clips(2, 1)), "unipc", "start is"),
+        (dict(start=clips(1, 1)), "rolling", "begins with noise"),
+    ],
+)
+def test_shots_and_pictures_that_do_not_fit_are_refused(given, solver, message):
+    sampler, causal = ChunkWiseSampler(solver=solver), CausalWan(tiny_wan(), Full())
+    with pytest.raises(ValueError, match=message):
+        roll_out(causal, prompts(1), num_frames=9, sampler=sampler, **given, **SIZE)

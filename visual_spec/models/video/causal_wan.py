@@ -20,7 +20,13 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import Tensor
 
-from visual_spec.models.video.frame_cache import CachePolicy, FrameCache, HeadBudgets, RollingWindow
+from visual_spec.models.video.frame_cache import (
+    CachePolicy,
+    FrameCache,
+    HeadBudgets,
+    RollingWindow,
+    SinkWindow,
+)
 
 
 class Rotary:
@@ -33,6 +39,7 @@ class Rotary:
 
     def __init__(self, head_dim: int, length: int, device: torch.device) -> None:
         side = 2 * (head_dim // 6)
+        self.length = length
         self.cos, self.sin = [], []
         for dim in (head_dim - 2 * side, side, side):
             # float32 as the model's own table, whatever the model is cast to.
@@ -277,6 +284,16 @@ class CausalWan:
         state.opened = not commit
         state.frame += frames if commit else 0
         return flow.to(latents.dtype)
+
+    def cut(self, state: CausalState, embeds: Tensor) -> None:
+        """Go on with another shot: prompts [B, T, E] from the next chunk on, and the frames as `SinkWindow` says."""
+        state.embeds = embeds.to(state.embeds)
+        gap = max((policy.cut_gap for policy in self._groups() if isinstance(policy, SinkWindow)), default=0)
+        state.frame += gap
+        head_dim = self.transformer.config.attention_head_dim
+        state.rotary = Rotary(head_dim, state.rotary.length + gap, embeds.device)
+        for group in (group for groups in state.layers for group in groups):
+            group.cache.pins.append(state.frame)
 
     def commit(self, state: CausalState, latents: Tensor) -> None:
         """Write a clean chunk to the cache, by a pass at timestep 0, and go on to the next one."""

@@ -37,6 +37,7 @@ class FrameCache:
         places: long [B, N, 3], the frame, row and column of each token.
         query_sums: [B, f, H, D], the rotated queries of the last chunk, summed over each frame.
         frame_tokens: tokens of a frame.
+        pins: the first frames of shots after the first one.
         dtype: "model": as they come; "int8": rounded.
     """
 
@@ -49,7 +50,7 @@ class FrameCache:
         frame_tokens: int,
         dtype: str = "model",
     ) -> None:
-        self.dtype, self.frame_tokens = dtype, frame_tokens
+        self.dtype, self.frame_tokens, self.pins = dtype, frame_tokens, list[int]()
         none = like.new_zeros(batch_size, 0, heads, head_dim)
         self._held = [*self._rounded(none), *self._rounded(none)]  # keys and their scales, values and theirs
         self.places = torch.zeros(batch_size, 0, 3, dtype=torch.long, device=like.device)
@@ -102,11 +103,18 @@ class FrameCache:
     def _read(self, held: Tensor, scales: Tensor) -> Tensor:
         return held if self.dtype == "model" else held.to(scales.dtype) * scales
 
-    def keep_ends(self, first: int, last: int) -> None:
-        """Forget all frames but the `first` and the `last` ones, if there are more."""
+    def keep_ends(self, first: int, last: int, pin: int | None = None) -> None:
+        """Forget all frames but the `first` and the `last` ones, if there are more.
+
+        Of the last ones, `first` frames from frame `pin` on are kept, however old.
+        """
         if self.frames > first + last:
-            head = torch.arange(first * self.frame_tokens)
-            tail = torch.arange(self.tokens - last * self.frame_tokens, self.tokens)
+            each = self.frame_tokens
+            head, tail = torch.arange(first * each), torch.arange(self.tokens - last * each, self.tokens)
+            if pin is not None:
+                place = int((self.places[0, :, 0] == pin).nonzero()[0])
+                pinned = torch.arange(place, place + min(first, last) * each)
+                tail = torch.cat([pinned, tail[len(pinned) :]]) if place < tail[0] else tail
             self.keep(self._rows(torch.cat([head, tail])))
 
     def move(self, first: int, frames: int, frame: int) -> None:
@@ -167,11 +175,14 @@ class SinkWindow:
         window: frames that attention reads, the chunk at hand included.
         sink_gap: None leaves the sink where it is. A number moves it, whenever frames are forgotten, to so many frames
             before the frames that follow it in the cache.
+        cut_gap: frames that a cut to another shot leaves out. The first `sink` frames of the last shot are kept as the
+            sink is. Source of both: LongLive 2.0, 2605.18739, whose program leaves out 8.
     """
 
     sink: FrameCount = 3
     window: int = 21
     sink_gap: FrameCount | None = None
+    cut_gap: FrameCount = 0
     dtype: CacheType = "model"
     reach = 0
 
@@ -181,7 +192,9 @@ class SinkWindow:
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk > self.window:
-            cache.keep_ends(self.sink, self.window - self.sink - chunk)
+            last = self.window - self.sink - chunk
+            pins = [pin for pin in cache.pins if pin < start]
+            cache.keep_ends(self.sink, last, pins[-1] if pins else None)
             if self.sink_gap is not None:
                 cache.move(0, self.sink, _sink_frame(start + chunk, self.window, self.sink_gap))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def generate_latents(
         num_frames, height, width: in latent frames and pixels.
         drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
         chunk, steps, shift, first_steps, solver: settings of `visual_spec.samplers.continuous.chunks.ChunkWiseSampler`.
-        options: generator, context, reward, threshold, callback, as in a call of it.
+        options: generator, context, start, cuts, reward, threshold, callback, as in a call of it.
 
     Returns:
         float [B, C, num_frames, height, width].
@@ -171,6 +171,8 @@ def generate_video(
     num_videos_per_prompt: int = 1,
     prompt_embeds: Tensor | None = None,
     max_sequence_length: int = 512,
+    image: Any = None,
+    cuts: Mapping[int, str | list[str]] | None = None,
     output_type: str = "np",
     return_dict: bool = True,
     **options: Any,
@@ -184,6 +186,9 @@ def generate_video(
         num_frames, height, width: of the clip, in frames and pixels. Of frames, one more than a multiple of what a
             latent frame stands for, so that latent frames come in whole chunks: 9, 21, 33 ... 81 of Wan 2.1.
         num_videos_per_prompt, max_sequence_length: as the pipeline's own call.
+        image: the first frame, a picture that the pipeline's `video_processor` reads, for a model trained to begin with
+            one (LongLive 2.0).
+        cuts: the prompts of further shots, by the chunk that begins each, from 1 on: {4: "The scene transitions. ..."}.
         output_type: "np", "pt", "pil", or "latent".
         return_dict: False for a tuple.
         options: as `generate_latents`.
@@ -206,14 +211,18 @@ def generate_video(
     pipe.transformer.causal.check_size(high, wide, options.get("chunk", 3))
     if prompt_embeds is not None:
         prompt_embeds = prompt_embeds.repeat_interleave(num_videos_per_prompt, 0)
-    prompt_embeds, _ = pipe.encode_prompt(
-        prompt,
+    encode = functools.partial(
+        pipe.encode_prompt,
         do_classifier_free_guidance=False,
         num_videos_per_prompt=num_videos_per_prompt,
-        prompt_embeds=prompt_embeds,
         max_sequence_length=max_sequence_length,
         device=pipe._execution_device,
     )
+    prompt_embeds, _ = encode(prompt, prompt_embeds=prompt_embeds)
+    if cuts is not None:
+        options["cuts"] = {index: encode(text)[0] for index, text in cuts.items()}
+    if image is not None:
+        options["start"] = _latents(pipe, image, height, width)
     latents = pipe.transformer.generate_latents(
         prompt_embeds,
         num_frames=frames,
@@ -257,14 +266,24 @@ def _warned_check(pipe: Any, *args: Any, **kwargs: Any) -> Any:
     return type(pipe).check_inputs(pipe, *args, **kwargs)
 
 
+def _mean_and_std(pipe: Any, like: Tensor) -> Iterator[Tensor]:
+    """Mean and deviation [1, C, 1, 1, 1] of the latents of the pipeline's encoder."""
+    for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std):
+        yield torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1, 1)
+
+
+def _latents(pipe: Any, image: Any, height: int, width: int) -> Tensor:
+    """The latent frame [B, C, 1, h, w] of pictures, as the transformer takes it: the mode of the encoder's law."""
+    pixels = pipe.video_processor.preprocess(image, height=height, width=width)[:, :, None]
+    latents = pipe.vae.encode(pixels.to(pipe._execution_device, pipe.vae.dtype)).latent_dist.mode()
+    mean, std = _mean_and_std(pipe, latents)
+    return ((latents - mean) * (1.0 / std)).float()
+
+
 def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
     """Clips of the pipeline's own decoder, which takes latents of another mean and scale."""
-    config = pipe.vae.config
     latents = latents.to(pipe.vae.dtype)
-    mean, std = (
-        torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
-        for values in (config.latents_mean, config.latents_std)
-    )
+    mean, std = _mean_and_std(pipe, latents)
     latents = latents / (1.0 / std) + mean  # a quotient, as in the pipeline: the same pixels to the last bit
     video = pipe.vae.decode(latents, return_dict=False)[0]
     check_pixels(video)

@@ -63,6 +63,10 @@ class ChunkModel(Protocol):
         """
         ...
 
+    def cut(self, state: Any, embeds: Tensor) -> None:
+        """Go on with another shot, of another prompt."""
+        ...
+
     def commit(self, state: Any, latents: Tensor) -> None:
         """Write the clean chunk to the cache, and go on to the next one."""
         ...
@@ -175,9 +179,11 @@ class ChunkWiseSampler(Sampler):
     A call takes `num_frames`, a multiple of the chunk, `height` and `width`, in latent frames and pixels. Its condition
     is the prompts [B, T, E]; the law is `TokenLaw()`, for guidance is in the weights. It returns latents float
     [B, C, num_frames, height, width], float32, or float64 if the prompts are. `context`, [B or 1, C, n, H, W], holds
-    clean frames before the clip: to go on with a clip, or as anchors; they are not returned. `draft_model` drafts all
-    chunks but the first, and a draft is kept if its `reward`, a function of the chunk [1, C, f, H, W] and its index, is
-    at least the `threshold` (0); samples then make their calls one by one. The callback gets each chunk
+    clean frames before the clip: to go on with a clip, or as anchors; they are not returned. `start`, [B or 1, C, n, H,
+    W], holds the clean frames that the clip begins with, fewer than a chunk: an encoded picture. `cuts` has the prompts
+    [B, T, E] of further shots, by the chunk that begins each; the cache's policy says what it keeps. `draft_model`
+    drafts all chunks but the first, and a draft is kept if its `reward`, a function of the chunk [1, C, f, H, W] and its
+    index, is at least the `threshold` (0); samples then make their calls one by one. The callback gets each chunk
     [B, C, f, H, W].
 
     All noise is a function of a sample's key, the frame and the step, so a sample depends neither on the batch nor on
@@ -187,7 +193,17 @@ class ChunkWiseSampler(Sampler):
     no_logprobs = (
         "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
     )
-    takes = ("num_frames", "height", "width", "context", "draft_model", "reward", "threshold")
+    takes = (
+        "num_frames",
+        "height",
+        "width",
+        "context",
+        "start",
+        "cuts",
+        "draft_model",
+        "reward",
+        "threshold",
+    )
     law_names = ("chunk", "steps", "shift", "first_steps", "solver")
     keeps = LOSSY  # a law of its own
     records_steps = False
@@ -231,12 +247,25 @@ class ChunkWiseSampler(Sampler):
                 f"the drafter draws latents of {small.channels} channels, the model of {model.channels}; pass a "
                 "drafter of the same latents."
             )
-        if context is not None:
-            high, wide, own = parts["height"], parts["width"], [*context.shape]
-            fits = context.ndim == 5 and [own[1], *own[3:]] == [model.channels, high, wide]
-            if not fits or own[0] not in (1, batch_size) or not own[2]:
+        for name, most in (("context", None), ("start", self.config["chunk"] - 1)):
+            frames = parts.get(name)
+            if frames is None:
+                continue
+            high, wide, own = parts["height"], parts["width"], [*frames.shape]
+            fits = frames.ndim == 5 and [own[1], *own[3:]] == [model.channels, high, wide]
+            if not fits or own[0] not in (1, batch_size) or not own[2] or own[2] > (most or own[2]):
                 raise ValueError(
-                    f"context is {own}; pass [{batch_size} or 1, {model.channels}, n, {high}, {wide}]."
+                    f"{name} is {own}; pass [{batch_size} or 1, {model.channels}, n, {high}, {wide}]"
+                    f"{'' if most is None else f', n at most {most}'}."
+                )
+        if parts.get("start") is not None and self.config["solver"] == ROLLING:
+            raise ValueError('solver="rolling" begins with noise; pass "renoise" or "unipc" with start.')
+        chunks = self.check_length(parts["num_frames"])
+        for index, embeds in (parts.get("cuts") or {}).items():
+            if index not in range(1, chunks) or len(embeds) != batch_size:
+                raise ValueError(
+                    f"a cut at chunk {index!r} with prompts {list(embeds.shape)}; pass chunks from 1 to {chunks - 1}, "
+                    f"and [{batch_size}, T, E]."
                 )
 
     def check_length(self, num_frames: Any) -> int:
@@ -271,7 +300,8 @@ class ChunkWiseSampler(Sampler):
         models = [run.model] if small is None else [run.model, small]
         together = len(self.levels()) if self.config["solver"] == ROLLING else 1
         for one in models:
-            one.check(condition, *size, min(chunk * together, parts["num_frames"]))
+            for embeds in (condition, *(parts.get("cuts") or {}).values()):
+                one.check(embeds, *size, min(chunk * together, parts["num_frames"]))
         if context is not None:
             context = context.to(condition.device).expand(batch_size, -1, -1, -1, -1)
         frames = parts["num_frames"] + (0 if context is None else context.shape[2])
@@ -310,6 +340,9 @@ class ChunkWiseSampler(Sampler):
         """A clean chunk [b, C, f, H, W] of a group, by the smaller model if the reward passes."""
         rows, index, latents = group.rows, state.round, None
         rolling = self.config["solver"] == ROLLING
+        if (embeds := (run.parts.get("cuts") or {}).get(index)) is not None:
+            for model, held in zip(run.cache.models, group.states, strict=True):
+                model.cut(held, embeds[rows])
         calls = 1 if rolling and index else len(self.levels(index))
         if len(group.states) > 1 and index > 0:
             latents = self._clean(run, group, 1, index)
@@ -331,6 +364,10 @@ class ChunkWiseSampler(Sampler):
         """A clean chunk by model `number`: from noise, through the levels, noised again between them."""
         model, state = run.cache.models[number], group.states[number]
         latents = clean = self._noise(run, group, index, 0)
+        start = run.parts.get("start") if index == 0 else None
+        known = 0 if start is None else start.shape[2]
+        if start is not None:
+            start = start.to(latents).expand(len(latents), -1, -1, -1, -1)
         levels = self.levels(index)
         solver = None if self.config["solver"] == RENOISE else _unipc(levels, latents.device)
         for step, level in enumerate(levels):
@@ -339,7 +376,11 @@ class ChunkWiseSampler(Sampler):
             elif step:
                 latents = (1 - level) * clean + level * self._noise(run, group, index, step)
             timestep = 1000 * level if solver is None else int(1000 * level)
-            flow = model.forward(state, latents, timestep)
+            if start is not None:  # these frames are clean at every step
+                latents = torch.cat([start, latents[:, :, known:]], 2)
+            each = torch.full((1, latents.shape[2]), float(timestep), device=latents.device)
+            each[:, :known] = 0
+            flow = model.forward(state, latents, each if known else timestep)
             check_returned(flow, len(latents), False, *latents.shape[1:])
             if (
                 solver is None
@@ -347,7 +388,7 @@ class ChunkWiseSampler(Sampler):
                 clean = latents - level * flow
             else:
                 clean = solver.step(flow, timestep, latents, return_dict=False)[0]
-        return clean
+        return clean if start is None else torch.cat([start, clean[:, :, known:]], 2)
 
     def _rolled(self, run: Run, group: ChunkGroup, index: int) -> Tensor:
         """Clean chunk `index`, and the chunks after it by one step: before the first one, by as many as the window has.
