@@ -215,7 +215,7 @@ def test_a_first_picture_and_shots_are_what_the_parts_make_of_them(monkeypatch):
         "a", image=picture, cuts={1: "bcd"}, num_videos_per_prompt=2, generator=[seeded(), seeded()],
         output_type="latent", **size,
     ).frames  # fmt: skip
-    pixels = torch.from_numpy(np.asarray(picture)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     config, first = pipe.vae.config, pipe.vae.encode(pixels).latent_dist.mean.detach()
     mean, std = (
         torch.tensor(list(values)).view(1, -1, 1, 1, 1)

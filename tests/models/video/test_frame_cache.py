@@ -225,7 +225,7 @@ def test_the_first_frames_of_the_last_shot_are_kept_as_the_sink_is():
         policy.make_room(cache, frame, 2, lambda *cut: torch.empty(0))
         kept.append(cache.places[0, :, 0].tolist())
         for one in (frame, frame + 1):
-            cache.append(*torch.zeros(2, 1, 1, 1, 2), torch.tensor([[[one, 0, 0]]]))
+            cache.append(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), torch.tensor([[[one, 0, 0]]]))
     assert kept[5:] == [
         [0, 1, 6, 7, 8, 9],
         [0, 1, 6, 7, 10, 11],

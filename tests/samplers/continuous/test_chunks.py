@@ -495,7 +495,8 @@ def test_a_clean_chunk_of_a_long_rolling_clip_forgets_the_sink():
     """A noisy one reads it, moved to right before the frames that follow it."""
     cache, policy = FrameCache(torch.empty(0), 1, 1, 2, 1), RollingWindow(2, 8)
     for frame in range(9):
-        cache.append(*torch.full((2, 1, 1, 1, 2), float(frame)), torch.tensor([[[frame, 0, 0]]]))
+        held = torch.full((1, 1, 1, 2), float(frame))
+        cache.append(held, held, torch.tensor([[[frame, 0, 0]]]))
     policy.make_room(cache, 9, 2, lambda *cut: torch.empty(0))
     for commit, values, places in (
         (False, [0, 1, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),

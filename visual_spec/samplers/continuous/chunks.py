@@ -182,8 +182,8 @@ class ChunkWiseSampler(Sampler):
     clean frames before the clip: to go on with a clip, or as anchors; they are not returned. `start`, [B or 1, C, n, H,
     W], holds the clean frames that the clip begins with, fewer than a chunk: an encoded picture. `cuts` has the prompts
     [B, T, E] of further shots, by the chunk that begins each; the cache's policy says what it keeps. `draft_model`
-    drafts all chunks but the first, and a draft is kept if its `reward`, a function of the chunk [1, C, f, H, W] and its
-    index, is at least the `threshold` (0); samples then make their calls one by one. The callback gets each chunk
+    drafts all chunks but the first, and a draft is kept if its `reward`, a function of the chunk [1, C, f, H, W] and
+    its index, is at least the `threshold` (0); samples then make their calls one by one. The callback gets each chunk
     [B, C, f, H, W].
 
     All noise is a function of a sample's key, the frame and the step, so a sample depends neither on the batch nor on
@@ -396,7 +396,7 @@ class ChunkWiseSampler(Sampler):
         Call w takes chunk c at step w - c, so a chunk of noise enters with each call, until there is none left.
         """
         model, state, chunk = run.cache.models[0], group.states[0], self.config["chunk"]
-        levels, chunks, clean = self.levels(), run.num_tokens // chunk, ()
+        levels, chunks, clean = self.levels(), run.num_tokens // chunk, list[Tensor]()
         for call in range(len(levels)) if index == 0 else [index + len(levels) - 1]:
             if call < chunks:
                 group.noisy.append(self._noise(run, group, call, 0))
@@ -405,7 +405,7 @@ class ChunkWiseSampler(Sampler):
             level = latents.new_tensor([levels[step] for step in steps]).repeat_interleave(chunk)
             flow = model.forward(state, latents, 1000 * level[None])
             check_returned(flow, len(latents), False, *latents.shape[1:])
-            clean = (latents - level[:, None, None] * flow).split(chunk, 2)
+            clean = [*(latents - level[:, None, None] * flow).split(chunk, 2)]
             group.noisy = [
                 (1 - levels[step + 1]) * part
                 + levels[step + 1] * self._noise(run, group, call - step, step + 1)
