@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from tests.helpers.command import check_refused, last_line
+from tests.helpers.music_settings import magnet_sampler
 from tests.helpers.tiny import tiny_pipeline
 from tests.helpers.tiny_audio import RATE, tiny_audio_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import LawByStep, Schedule
 from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 
 PROMPT = "a slow organ"
@@ -25,20 +24,11 @@ MASKED = (PROMPT, "--model", "tunes_masked")
 BESIDE = ("--compare", "--masked", "tunes_masked")
 
 
-def masked_sampler() -> MaskedSampler:
-    return MaskedSampler(
-        steps=(4, 2, 2),
-        span=3,
-        schedule=Schedule(clock="magnet"),
-        by_step=LawByStep(temperature="falling", guidance="falling"),
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     tiny_audio_pipeline(default_guidance_scale=1.0).save_pretrained(folder / "tunes")
-    tiny_audio_pipeline(masked_sampler(), masked=True, reach=4).save_pretrained(folder / "tunes_masked")
+    tiny_audio_pipeline(magnet_sampler(), masked=True, reach=4).save_pretrained(folder / "tunes_masked")
     tiny_pipeline().save_pretrained(folder / "shapes")
     return folder
 

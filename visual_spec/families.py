@@ -77,10 +77,10 @@ VAR = OfficialFile("transformer", "next_scale.var:name_of", "next_scale.var:is_v
     "next_scale.var:load_var_checkpoint", pipeline="ScaleImagePipeline")
 VAR_VQ = OfficialFile("vq_model", "VAR's tokenizer", ("quantize.quant_resi.*",),
     "next_scale.var_vq:load_var_vq_checkpoint", "scales", "next_scale.var:scales_of_size")
-_ARPG = OfficialFile("transformer", "next_token.arpg:name_of", "next_token.arpg:is_arpg", "next_token.arpg:load_arpg",
-    "image_size", pipeline="ClassImagePipeline")
-_LPD = OfficialFile("transformer", "next_token.lpd:name_of", "next_token.lpd:is_lpd", "next_token.lpd:load_lpd",
-    "image_size", pipeline="ClassImagePipeline")
+_ARPG = OfficialFile("transformer", "next_token.arpg:name_of", ("layers.self_dec.0.attn.to_q.weight",
+    "layers.cross_dec.0.attn.to_q.weight"), "next_token.arpg:load_arpg", "image_size", pipeline="ClassImagePipeline")
+_LPD = OfficialFile("transformer", "next_token.lpd:name_of", ("fake_latent", "mask_token", "token_emb.weight",
+    "z_proj_ln.weight"), "next_token.lpd:load_lpd", "image_size", pipeline="ClassImagePipeline")
 _FLEXVAR = OfficialFile("transformer", "next_scale.flexvar:name_of", "next_scale.flexvar:is_flexvar",
     "next_scale.flexvar:load_flexvar", "scales", "next_scale.flexvar:scales_of_size", "ScaleImagePipeline")
 _FLEXVAE = OfficialFile("vq_model", "FlexVAR's tokenizer", "next_scale.flexvar:is_flexvae",

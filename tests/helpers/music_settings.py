@@ -11,13 +11,17 @@ MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
 MASKED = "masked:steps=4/2/2,span=3,clock=magnet,temperature=falling,guidance=falling"
 
 
-def masked_pipeline():
-    sampler = MaskedSampler(
+def magnet_sampler() -> MaskedSampler:
+    """The plain decoding of the tiny MAGNeT."""
+    return MaskedSampler(
         (4, 2, 2),
         span=3,
         schedule=Schedule(clock="magnet"),
         by_step=LawByStep(temperature="falling", guidance="falling"),
     )
+
+
+def masked_pipeline():
     return tiny_audio_pipeline(
-        sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
+        magnet_sampler(), masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
     )

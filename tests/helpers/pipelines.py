@@ -14,6 +14,7 @@ from tests.helpers.distilled_pipelines import (
     scale_student_pipeline,
     text_student_pipeline,
 )
+from tests.helpers.music_settings import magnet_sampler
 from tests.helpers.tiny import (
     seeded,
     tiny_frame_pipeline,
@@ -32,7 +33,7 @@ from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.samplers.continuous.chunks import ChunkWiseSampler
 from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
+from visual_spec.samplers.masked.policies import Choice, Schedule
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 
 
@@ -62,13 +63,7 @@ def _classes() -> Any:
 
 
 def _masked() -> Any:
-    sampler = MaskedSampler(
-        steps=(4, 2, 2),
-        span=3,
-        schedule=Schedule(clock="magnet"),
-        by_step=LawByStep(temperature="falling", guidance="falling"),
-    )
-    return tiny_audio_pipeline(sampler, masked=True, reach=4)
+    return tiny_audio_pipeline(magnet_sampler(), masked=True, reach=4)
 
 
 def _masked_classes() -> Any:

@@ -45,6 +45,16 @@ def equal(mine: nn.Module, theirs: nn.Module) -> bool:
     )
 
 
+def trained(make: Callable[[], Any], train: Callable[..., Any], *parts: Any, **settings: Any) -> Any:
+    """A run for `check_training`: a network is made anew, and trained with these parts."""
+
+    def run(out: Path, every: int) -> tuple[Any, Any]:
+        model = make()
+        return train(model, *parts, out, every=every, **settings), model
+
+    return run
+
+
 def check_training(
     folder: Path,
     train: Callable[[Path, int], tuple[Any, ...]],

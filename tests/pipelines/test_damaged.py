@@ -18,25 +18,6 @@ from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.pipelines.loading import load_pipeline
 
 
-def spoil(folder: Path) -> str:
-    """Put nan into the first weight of a folder; its key."""
-    path = next(folder.glob("*.safetensors"))
-    weights = load_file(path)
-    key = sorted(weights)[0]
-    weights[key].view(-1)[0] = torch.nan
-    save_file(weights, path, metadata={"format": "pt"})
-    return key
-
-
-@pytest.mark.parametrize("part", ["transformer", "vq_model", "text_encoder"])
-def test_damaged_parts_of_our_own_are_named(tmp_path, part):
-    """A tokenizer of nan used to draw black pictures, with exit status 0."""
-    tiny_pipeline().save_pretrained(tmp_path / "pipe")
-    load_pipeline(tmp_path / "pipe")
-    key = spoil(tmp_path / "pipe" / part)
-    refuses(ValueError, f"{part}.* 1 of .*{key} are nan", load_pipeline, tmp_path / "pipe")
-
-
 def rewrite(folder: Path, change: Callable[[Tensor], Tensor]) -> str:
     """Change the first weight of a folder; its key."""
     path = next(folder.glob("*.safetensors"))
@@ -45,6 +26,20 @@ def rewrite(folder: Path, change: Callable[[Tensor], Tensor]) -> str:
     weights[key] = change(weights[key]).contiguous()
     save_file(weights, path, metadata={"format": "pt"})
     return key
+
+
+def with_nan(weight: Tensor) -> Tensor:
+    weight.view(-1)[0] = torch.nan
+    return weight
+
+
+@pytest.mark.parametrize("part", ["transformer", "vq_model", "text_encoder"])
+def test_damaged_parts_of_our_own_are_named(tmp_path, part):
+    """A tokenizer of nan used to draw black pictures, with exit status 0."""
+    tiny_pipeline().save_pretrained(tmp_path / "pipe")
+    load_pipeline(tmp_path / "pipe")
+    key = rewrite(tmp_path / "pipe" / part, with_nan)
+    refuses(ValueError, f"{part}.* 1 of .*{key} are nan", load_pipeline, tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])
@@ -81,7 +76,7 @@ def test_pictures_that_are_none_are_not_shown(tmp_path, value):
 def test_damaged_parts_of_transformers_are_named(tmp_path):
     shutil.copytree(embedded_folder("tunes"), tmp_path / "tunes")
     load_pipeline(tmp_path / "tunes")
-    key = spoil(tmp_path / "tunes" / "codec")
+    key = rewrite(tmp_path / "tunes" / "codec", with_nan)
     refuses(ValueError, f"codec.* 1 of .*{key} are nan", load_pipeline, tmp_path / "tunes")
 
 

@@ -14,6 +14,7 @@ from tests.helpers.audiocraft_files import (
     language_model_weights,
     write,
 )
+from tests.helpers.music_settings import magnet_sampler
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
@@ -34,18 +35,9 @@ FRAMES = round(LONGEST * RATE / HOP) // 3 * 3  # whole spans
 LAW = dict(default_guidance_scale=2.0, default_temperature=1.7, default_top_p=0.9)
 
 
-def sampler() -> MaskedSampler:
-    return MaskedSampler(
-        steps=(4, 2, 2),
-        span=3,
-        schedule=Schedule(clock="magnet"),
-        by_step=LawByStep(temperature="falling", guidance="falling"),
-    )
-
-
 @pytest.fixture
 def pipe() -> AudioPipeline:
-    return tiny_audio_pipeline(sampler(), masked=True, reach=4, **LAW)
+    return tiny_audio_pipeline(magnet_sampler(), masked=True, reach=4, **LAW)
 
 
 def by_hand(
@@ -56,7 +48,7 @@ def by_hand(
     asked: dict[str, Any] = dict(
         law=law, generator=generators, batch_size=len(given), known_tokens=model.known_tokens(given)
     )
-    return sampler()(model, condition, **asked).tokens.transpose(1, 2)
+    return magnet_sampler()(model, condition, **asked).tokens.transpose(1, 2)
 
 
 def test_a_clip_is_what_the_sampler_decodes(pipe):

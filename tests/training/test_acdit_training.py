@@ -15,7 +15,7 @@ from scripts.train.clips import encoded_clips
 from scripts.train.mar import latent_pictures
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny_continuous import tiny_latents
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, trained
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.prototype.acdit.model import ACDiTTransformer
 
@@ -106,10 +106,7 @@ def test_pictures_and_clips_are_told_apart(monkeypatch, tmp_path):
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, tokenizer):
-    def train(out, every):
-        model = tiny_model(tokenizer)
-        return train_blocks(model, tokenizer, TRAINING, out, every=every), model
-
+    train = trained(lambda: tiny_model(tokenizer), train_blocks, tokenizer, TRAINING)
     check_training(tmp_path, train, 10, every=8, saved={"": ACDiTTransformer})
 
 

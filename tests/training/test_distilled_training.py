@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.refusals import refuses
-from tests.helpers.training import check_training, tiny_raster
+from tests.helpers.training import check_training, tiny_raster, trained
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.prototype.students.llamagen import LlamaGenStudent
@@ -124,10 +124,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     encoder, vq_model = (deepcopy(part).double() for part in readers)
     pairs = pairs_of(encoder, 60)
 
-    def train(out, every):
-        model = student().double()
-        return train_distilled(model, encoder, vq_model, pairs, SHORT, out, every=every), model
-
+    train = trained(lambda: student().double(), train_distilled, encoder, vq_model, pairs, SHORT)
     record = check_training(tmp_path, train, 15, every=4, saved={"": LlamaGenStudent})
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.5
     assert record["unseen"]["right_from_0"] > 0.4  # by chance a quarter

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.nar import scores
 from tests.helpers.refusals import refuses
-from tests.helpers.training import check_training, shrink_pictures, tiny_raster
+from tests.helpers.training import check_training, shrink_pictures, tiny_raster, trained
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.training import flashar
@@ -86,10 +86,7 @@ def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
     encoder, vq_model = readers
 
-    def train(out, every):
-        model = tiny()
-        return train_flashar(model, encoder, vq_model, SHORT, out, every=every), model
-
+    train = trained(tiny, train_flashar, encoder, vq_model, SHORT)
     # In each stage.
     record = check_training(tmp_path, train, 6, 15, every=4, saved={"": LlamaGenTransformer})
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.2

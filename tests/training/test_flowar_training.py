@@ -12,7 +12,7 @@ from scripts.train import flowar
 from scripts.train.flowar import FlowTraining, map_loss, train_maps
 from scripts.train.mar import EncodedPictures
 from tests.helpers.continuous_image import tiny_vae
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, trained
 from tests.models.continuous.tiny import tiny_flowar
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.prototype.flowar.model import FlowARTransformer
@@ -74,10 +74,7 @@ def test_the_loss_is_that_of_every_place_of_every_map():
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     tokenizer = tiny_vae()
 
-    def train(out, every):
-        model = new_model()
-        return train_maps(model, tokenizer, SETTINGS, out, every=every), model
-
+    train = trained(new_model, train_maps, tokenizer, SETTINGS)
     check_training(tmp_path, train, 10, every=8, saved={"": FlowARTransformer})
 
 

@@ -32,7 +32,7 @@ from scripts.train.mar import (
     train_latents,
 )
 from tests.helpers.tiny_continuous import SIDE, tiny_latents, tiny_tokenizer
-from tests.helpers.training import check_training, equal
+from tests.helpers.training import check_training, equal, trained
 from tests.models.continuous import straight
 from visual_spec.data.shapes_classes import CLASSES, class_of
 from visual_spec.models.continuous.causal import CausalContinuousTransformer
@@ -77,10 +77,7 @@ def test_the_tokenizer_learns(tmp_path):
 
 
 def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path):
-    def train(out, every):
-        model = tiny_tokenizer()
-        return train_kl_tokenizer(model, TOKENIZER, out, every=every), model
-
+    train = trained(tiny_tokenizer, train_kl_tokenizer, TOKENIZER)
     check_training(tmp_path, train, 10, every=8, saved={"": AutoencoderKL})
 
 
@@ -162,10 +159,7 @@ def test_models_learn(tmp_path, tokenizer, kind, head_kind):
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])
 def test_an_interrupted_model_resumes_to_the_same_weights(tmp_path, tokenizer, kind):
-    def train(out, every):
-        model = tiny_model(kind)
-        return train_latents(model, tokenizer, TRAINING, out, every=every), model
-
+    train = trained(lambda: tiny_model(kind), train_latents, tokenizer, TRAINING)
     saved = {"": MARTransformer if kind == "mar" else CausalContinuousTransformer}
     check_training(tmp_path, train, 10, every=8, saved=saved)
 

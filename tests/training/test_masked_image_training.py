@@ -13,7 +13,7 @@ from scripts.train import masked_image
 from scripts.train.masked_image import MaskedImageTraining, hidden_tokens, new_model, train_masked_image
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_masked_transformer
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, trained
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -38,10 +38,7 @@ def tiny(readers: tuple[CaptionEncoder, VQModel]) -> MaskedImageTransformer:
 def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
     encoder, vq_model = readers
 
-    def train(out, every):
-        model = tiny(readers)
-        return train_masked_image(model, encoder, vq_model, SHORT, out, every=every), model
-
+    train = trained(lambda: tiny(readers), train_masked_image, encoder, vq_model, SHORT)
     record = check_training(tmp_path, train, 15, every=10, saved={"": MaskedImageTransformer})
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
 

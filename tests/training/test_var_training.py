@@ -32,7 +32,7 @@ from scripts.train.var import (
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
 from tests.helpers.flexvar import LABELS, LATENTS, tiny, tiny_vq
 from tests.helpers.refusals import refuses
-from tests.helpers.training import check_training
+from tests.helpers.training import check_training, trained
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of
 from visual_spec.models.next_scale.flexvar import FlexVARTransformer, FlexVQModel
@@ -102,10 +102,7 @@ def test_the_tokenizer_learns(tmp_path, small_pictures):
 
 
 def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, small_pictures):
-    def train(out, every):
-        model = tiny_tokenizer()
-        return train_var_tokenizer(model, TOKENIZER, out, every=every), model
-
+    train = trained(tiny_tokenizer, train_var_tokenizer, TOKENIZER)
     check_training(tmp_path, train, 17, every=8, saved={"": MultiscaleVQModel})
 
 
@@ -306,10 +303,7 @@ def test_the_loss_counts_slots_by_their_weights(vq_model, tmp_path, earlier_weig
 def test_an_interrupted_run_resumes_to_the_same_weights(vq_model, tmp_path):
     settings = replace(TRANSFORMER, steps=30, scales_from=1, earlier_weight=1.0)
 
-    def train(out, every):
-        model = tiny_model()
-        return train_var(model, vq_model, settings, out, teacher=tiny_model(num_layers=1), every=every), model
-
+    train = trained(tiny_model, train_var, vq_model, settings, teacher=tiny_model(num_layers=1))
     check_training(tmp_path, train, 24, every=10, saved={"": VARTransformer})
 
 
@@ -489,10 +483,7 @@ def test_a_flexvar_starts_by_repeating_codes():
 def test_an_interrupted_flexvar_resumes_to_the_same_weights_in_8_bits(tmp_path):
     vq_model = flexible_tokenizer()
 
-    def train(out, every):
-        model = flexible_model(vq_model)
-        return train_var(model, vq_model, replace(TRANSFORMER, steps=30), out, every=every), model
-
+    train = trained(lambda: flexible_model(vq_model), train_var, vq_model, replace(TRANSFORMER, steps=30))
     record = check_training(tmp_path, train, 24, every=10, saved={"": FlexVARTransformer})
     assert record["held_out_loss_by_scale"][-1] > 0 and record["loss"][0][1] > record["loss"][-1][1]
     model = FlexVARTransformer.from_pretrained(tmp_path / "whole")
@@ -560,10 +551,7 @@ def test_an_interrupted_run_with_student_forcing_resumes_to_the_same_weights(tmp
     vq_model = flexible_tokenizer()
     settings = replace(TRANSFORMER, steps=12, student_weight=0.1, student_guidance=1.2)
 
-    def train(out, every):
-        model = flexible_model(vq_model)
-        return train_var(model, vq_model, settings, out, every=every), model
-
+    train = trained(lambda: flexible_model(vq_model), train_var, vq_model, settings)
     check_training(tmp_path, train, 8, every=4, saved={"": FlexVARTransformer})
     with pytest.raises(ValueError, match="student_weight=0.1.*FlexVAR"):
         train_var(tiny_model(), tiny_tokenizer(), settings, tmp_path / "other")

@@ -82,31 +82,13 @@ def _distance(
 
 def _to_beside(figure: str, label: str, features: str) -> Metric:
     return Metric(
-        "image",
-        figure,
-        label,
-        features,
-        figure,
-        _NORMAL,
-        each=True,
-        reference=False,
-        beside=True,
-        fewest=1,
+        "image", figure, label, features, figure, _NORMAL, each=True, reference=False, beside=True, fewest=1
     )
 
 
 def _to_prompt(medium: str, figure: str, label: str, features: str) -> Metric:
     return Metric(
-        medium,
-        figure,
-        label,
-        features,
-        "scores",
-        _NORMAL,
-        each=True,
-        reference=False,
-        prompts=True,
-        fewest=1,
+        medium, figure, label, features, "scores", _NORMAL, each=True, reference=False, prompts=True, fewest=1
     )
 
 
@@ -156,12 +138,7 @@ METRICS: dict[str, Metric] = {
     ),
     "dino": _distance("image", "fd_dinov2", "Frechet distance of DINOv2 features (FD-DINOv2)", "dino"),
     "cmmd": Metric(
-        "image",
-        "cmmd",
-        "CLIP maximum mean discrepancy",
-        "clip",
-        "clip_discrepancy",
-        "delete-one jackknife",
+        "image", "cmmd", "CLIP maximum mean discrepancy", "clip", "clip_discrepancy", "delete-one jackknife"
     ),
     "psnr": _to_beside("psnr", "peak signal to noise ratio in dB to the set of --compare-to", "pixels"),
     "ssim": _to_beside("ssim", "structural similarity to the set of --compare-to", "pixels"),
@@ -241,20 +218,8 @@ _INCEPTION = (
 )
 EXTRACTORS: dict[str, Source] = {
     "parser": Source("parsed_attributes"),
-    "inception": Source(
-        "inception_features",
-        "feature_weights",
-        _INCEPTION,
-        folder=False,
-        optional=True,
-    ),
-    "inception-maps": Source(
-        "inception_maps",
-        "feature_weights",
-        _INCEPTION,
-        folder=False,
-        optional=True,
-    ),
+    "inception": Source("inception_features", "feature_weights", _INCEPTION, folder=False, optional=True),
+    "inception-maps": Source("inception_maps", "feature_weights", _INCEPTION, folder=False, optional=True),
     "shapes": Source("shapes_features"),
     "clip": Source(
         "clip_features",

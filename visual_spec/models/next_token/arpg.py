@@ -8,7 +8,6 @@ and half a pass to feed. The public code and its files: github.com/hp-l33/ARPG.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from visual_spec.kernels.rotary_write import rotate
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.settings import Count, Within, register_to_config, whole
+from visual_spec.models.next_token.llamagen import PRESETS as LLAMAGEN_PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
     FeedForward,
     RMSNorm,
@@ -31,11 +31,7 @@ from visual_spec.models.next_token.llamagen_blocks import (
 )
 from visual_spec.models.next_token.position_models import PositionModel, additive
 
-PRESETS: dict[str, dict[str, int]] = {
-    "L": {"num_layers": 24, "num_heads": 16, "dim": 1024},
-    "XL": {"num_layers": 36, "num_heads": 20, "dim": 1280},
-    "XXL": {"num_layers": 48, "num_heads": 24, "dim": 1536},
-}
+PRESETS = {name: LLAMAGEN_PRESETS[name] for name in ("L", "XL", "XXL")}
 _GUIDANCE = {1024: 5.0, 1280: 6.0, 1536: 7.5}  # of the public code's figures, by width
 
 
@@ -132,9 +128,6 @@ class ARPGTransformer(PositionModel):
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.embeddings(tokens)
 
-    def head_of(self, features: Tensor) -> Tensor:
-        return self.head(features)
-
     def read(self, cache: StaticCache, fed: Tensor, at: Tensor, asked: Tensor, seen: Tensor) -> Tensor:
         width = fed.shape[1]
         seen = seen[:, :, : seen.shape[2] - asked.shape[1]]  # no query sees a query
@@ -183,11 +176,6 @@ _ARPG = KeyLayout(
         r"^layers\.(to_[kv])\.": r"\1.",
     },
 )
-
-
-def is_arpg(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of an ARPG."""
-    return {"layers.self_dec.0.attn.to_q.weight", "layers.cross_dec.0.attn.to_q.weight"} <= weights.keys()
 
 
 def name_of(checkpoint: Any) -> str:

@@ -7,7 +7,6 @@ table. The public code and its files: github.com/mit-han-lab/lpd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,13 +16,10 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.settings import Count, register_to_config
+from visual_spec.models.next_token.llamagen import PRESETS as LLAMAGEN_PRESETS
 from visual_spec.models.next_token.position_models import PositionModel, additive
 
-PRESETS: dict[str, dict[str, int]] = {
-    "L": {"num_layers": 24, "num_heads": 16, "dim": 1024},
-    "XL": {"num_layers": 36, "num_heads": 20, "dim": 1280},
-    "XXL": {"num_layers": 48, "num_heads": 24, "dim": 1536},
-}
+PRESETS = {name: LLAMAGEN_PRESETS[name] for name in ("L", "XL", "XXL")}
 
 
 class LPDBlock(nn.Module):
@@ -82,12 +78,9 @@ class LPDTransformer(PositionModel):
         self.blocks = nn.ModuleList(LPDBlock(dim, num_heads, norm_eps) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        for parameter in (*self.class_emb.parameters(), *self.token_emb.parameters(), *self.own_parameters()):
+        tables = self.class_emb.weight, self.token_emb.weight
+        for parameter in (*tables, self.fake_latent, self.mask_token, self.pos_embed):
             nn.init.normal_(parameter, std=0.02)
-
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that are in no module: no class, a query, and the positions."""
-        return self.fake_latent, self.mask_token, self.pos_embed
 
     @property
     def official_sampler(self) -> str:
@@ -110,9 +103,6 @@ class LPDTransformer(PositionModel):
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.token_emb(tokens)
 
-    def head_of(self, features: Tensor) -> Tensor:
-        return self.head(features)
-
     def read(self, cache: StaticCache, fed: Tensor, at: Tensor, asked: Tensor, seen: Tensor) -> Tensor:
         queries = self.mask_token.expand(*asked.shape, -1)
         positions = torch.cat([at, asked], 1)
@@ -134,11 +124,6 @@ _LPD = KeyLayout(
     "a file such as lpd_l_256.pth",
     needed={"class_emb.weight": 2, "token_emb.weight": 2, "fake_latent": 2, "mask_token": 3, "pos_embed": 3},
 )
-
-
-def is_lpd(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether these keys are of an LPD."""
-    return {"fake_latent", "mask_token", "token_emb.weight", "z_proj_ln.weight"} <= weights.keys()
 
 
 def name_of(checkpoint: Any) -> str:

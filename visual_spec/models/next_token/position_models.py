@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import check_cache_fits, decodes
@@ -47,6 +47,7 @@ class PositionModel(SavedModel):
     """An `AnyOrderModel` of classes. Position 0 is the class, and position 1 + i slot i, in tables and in the cache."""
 
     trained_order = ANY_ORDER
+    head: nn.Linear
 
     def set_grid(self, vocab_size: int, dim: int, num_heads: int, grid_size: int, multiple: int) -> None:
         """Keep what calls read; refuse heads that are no multiple of a number, and a grid without slots."""
@@ -82,10 +83,6 @@ class PositionModel(SavedModel):
             asked: long `[R, Q]`, positions of the queries.
             seen: bool `[R, N + Q, 1 + L + window + Q]`, places that each sees; the last Q are the queries' own.
         """
-
-    @abstractmethod
-    def head_of(self, features: Tensor) -> Tensor:
-        """Return logits of features."""
 
     @abstractmethod
     def embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ class PositionModel(SavedModel):
         own = F.pad(begun[:, None], (0, seen.shape[2] - 1))
         at = torch.zeros_like(labels)[:, None]
         features = self.read(cache, first, at, asked + 1, torch.cat([own, seen], 1))
-        return PositionState(wide(self.head_of(features)), guided, window, cache)
+        return PositionState(wide(self.head(features)), guided, window, cache)
 
     @decodes
     def forward(
@@ -169,7 +166,7 @@ class PositionModel(SavedModel):
         seen = seen_by_queries(begun, seen, slots, fed, state.window, together)
         at = 1 + slots
         features = self.read(state.cache, self.embed_tokens(tokens), at[:, :fed], at[:, fed:], seen)
-        return F.pad(wide(self.head_of(features)), (0, 0, skipped, 0))
+        return F.pad(wide(self.head(features)), (0, 0, skipped, 0))
 
     def _allocate(self, first: Tensor, window: int, batch_size: int) -> StaticCache:
         (rows, _, dim), heads = first.shape, self.config["num_heads"]

@@ -202,7 +202,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @property
     def law_settings(self) -> dict[str, Any]:
         """The settings of the law, by name: plain decoding with the same ones has the law that the rule keeps."""
-        return {name: _comparable(self.config.get(name)) for name in self.law_names}
+        settings = {name: self.config.get(name) for name in self.law_names}
+        # As files keep them: a configuration that was loaded has lists.
+        return {name: list(one) if isinstance(one, tuple) else one for name, one in settings.items()}
 
     def law_settings_in(self, run: Run) -> dict[str, Any]:
         """Return the same as they are in one run: None where they change nothing there."""
@@ -455,11 +457,6 @@ def decode(
         advance()
         steps += 1
     return _result(sampler, run, state, active, cut=stopped and steps != run.num_calls)
-
-
-def _comparable(value: Any) -> Any:
-    """A setting as files keep it: a configuration that was loaded has lists."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _plain_settings(sampler: Sampler, run: Run, measured: bool) -> dict[str, Any]:

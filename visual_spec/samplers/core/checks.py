@@ -202,7 +202,7 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
         if graph is True:
             raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
         return False
-    if _is_offloaded(model):
+    if any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules()):
         if graph is True:
             raise ValueError(
                 "graph=True for a model that is offloaded: a graph knows weights by their address. Keep the model on "
@@ -210,10 +210,6 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
             )
         return False
     return True
-
-
-def _is_offloaded(model: Any) -> bool:
-    return any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules())
 
 
 class CheckedLaw:
