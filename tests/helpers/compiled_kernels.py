@@ -49,23 +49,35 @@ def compiled(module: Any, name: str, call: Any) -> Any:
         torch.int32: "i32",
         torch.bool: "i1",
     }
-    signature, constants, attributes = {}, dict(recorder.kwargs), {}
-    for index, (parameter, value) in enumerate(zip(kernel.arg_names, recorder.args, strict=False)):
-        if isinstance(value, Tensor):
-            signature[parameter] = "*" + names[value.dtype]
-            attributes[index,] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-    signature |= dict.fromkeys(constants, "constexpr")
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = dict(recorder.kwargs)
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def described(value: Any, path: tuple[int, ...], specialized: bool) -> Any:
+        """A type, as a launch says it: what is divisible by 16 is known to be, and a 1 is a constant."""
+        if isinstance(value, tuple):
+            return tuple(described(one, (*path, at), specialized) for at, one in enumerate(value))
+        if isinstance(value, float):
+            return "fp32"
+        if type(value) is int and value == 1 and specialized:
+            constants[path] = 1
+            return "constexpr"
+        if isinstance(value, Tensor) or (value % 16 == 0 and specialized):
+            attributes[path] = [["tt.divisibility", 16]]
+        return "*" + names[value.dtype] if isinstance(value, Tensor) else "i32" if value < 2**31 else "i64"
+
+    for index, (parameter, value) in enumerate(zip(kernel.params, recorder.args, strict=False)):
+        signature[parameter.name] = described(value, (index,), not parameter.do_not_specialize)
+    signature |= dict.fromkeys(recorder.kwargs, "constexpr")
     assert list(signature) == kernel.arg_names
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def check_compiles(folder: Any, module: Any, name: str, call: Any) -> Any:
-    """As `compiled`; its registers suffice."""
+def check_compiles(folder: Any, module: Any, name: str, call: Any, most_spilled: int = 0) -> Any:
+    """As `compiled`; its registers suffice, but for some bytes."""
     binary = compiled(module, name, call)
-    assert "cubin" in binary.asm and spilled(binary, folder) == 0
+    assert "cubin" in binary.asm and spilled(binary, folder) <= most_spilled
     return binary
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled
+from tests.helpers.compiled_kernels import check_compiles, check_traced, compiled, registers
 from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
 from visual_spec.kernels import launch, layers
 from visual_spec.kernels import rotary_write as write_module
@@ -14,6 +15,8 @@ from visual_spec.kernels import window_attention as module
 from visual_spec.kernels.layers import add_norm, gated
 from visual_spec.kernels.rotary_write import rotary_write
 from visual_spec.kernels.window_attention import window_attention
+
+KERNEL = "_attention_kernel"
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -89,28 +92,64 @@ def test_operators_are_known_to_tracers_of_gpu_code():
         check_traced(op, arguments, strides=True)
 
 
-# Positions, heads, heads of keys, and numbers of a head: LlamaGen-XL one by one and by windows, its prompt, Emu3, 3B.
+# Positions, heads, heads of keys, numbers of a head, and most registers of a thread by the assembler: LlamaGen-XL one
+# by one and by windows, its prompt, Emu3, 3B.
 SHAPES = [
-    (torch.bfloat16, "_split_kernel", 1, 20, 20, 64),
-    (torch.bfloat16, "_split_kernel", 32, 20, 20, 64),
-    (torch.bfloat16, "_split_kernel", 120, 20, 20, 64),
-    (torch.bfloat16, "_split_kernel", 32, 32, 8, 128),
-    (torch.bfloat16, "_split_kernel", 32, 32, 32, 100),
-    (torch.bfloat16, "_combine_kernel", 32, 32, 8, 128),
-    (torch.float32, "_split_kernel", 32, 20, 20, 64),
-    (torch.float32, "_split_kernel", 32, 32, 8, 128),
+    (torch.bfloat16, 1, 20, 20, 64, 96),
+    (torch.bfloat16, 32, 20, 20, 64, 128),
+    (torch.bfloat16, 120, 20, 20, 64, 168),
+    (torch.bfloat16, 32, 32, 8, 128, 255),
+    (torch.bfloat16, 32, 32, 32, 100, 255),
+    (torch.float32, 32, 20, 20, 64, 96),
+    (torch.float32, 32, 32, 8, 128, 96),
 ]
 
 
+@pytest.mark.parametrize("one_order", [False, True])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_attention_compiles_for_hopper(tmp_path, sizes):
+def test_attention_compiles_for_hopper(tmp_path, sizes, one_order):
     pytest.importorskip("triton")
-    dtype, kernel, window, heads, groups, dim = sizes
+    dtype, window, heads, groups, dim, most = sizes
     keys = torch.zeros(2, groups, 728, dim, dtype=dtype)
     queries, places = torch.zeros(2, window, heads, dim, dtype=dtype), torch.zeros(2, window).long()
-    mask = torch.ones(2, 120, dtype=torch.bool)
-    call = module.window_attention_triton
-    check_compiles(tmp_path, module, kernel, lambda: call(queries, keys, keys, places, mask, 0.1))
+    given = queries, keys, keys, places, torch.ones(2, 120, dtype=torch.bool), 0.1, one_order
+    binary = check_compiles(tmp_path, module, KERNEL, lambda: module.window_attention_triton(*given))
+    assert registers(binary, tmp_path) <= most
+
+
+def test_a_program_counts_itself_after_all_its_threads_have_written():
+    """And is told of what the others have written before they counted, by an atomic of the whole GPU."""
+    pytest.importorskip("triton")
+    keys, mask = torch.zeros(2, 20, 728, 64, dtype=torch.bfloat16), torch.ones(2, 120, dtype=torch.bool)
+    queries, places = torch.zeros(2, 32, 20, 64, dtype=torch.bfloat16), torch.zeros(2, 32).long()
+    given = queries, keys, keys, places, mask, 0.1
+    text = compiled(module, KERNEL, lambda: module.window_attention_triton(*given)).asm["ptx"]
+    # Stores of the whole text, of parts and their masses, of the counter, and of what is combined.
+    order = re.findall(r"bar\.sync|\b(?:st|ld|atom|red)\.global[.\w]*", text)
+    (count,) = (at for at, one in enumerate(order) if one.startswith(("atom", "red")))
+    assert order[count] == "atom.global.gpu.acq_rel.add.u32"
+    assert order[count - 1] == order[count + 1] == "bar.sync" and order[count - 2].startswith("st.global")
+    assert order[count + 2].startswith("st.global") and order[count + 3].startswith("ld.global")
+    assert not any(".nc" in one for one in order[count:])  # such loads need not see what the kernel writes
+
+
+@pytest.mark.skipif(launch.triton is None, reason="the buffers are the kernel's")
+def test_calls_of_a_cache_share_counters_and_a_recording_without_any_has_its_own(monkeypatch):
+    cache, other = torch.zeros(2, 3, 5, 7), torch.zeros(3, 5, 7)
+    first = module._counters(cache[0], 6)
+    assert first.dtype == torch.int32 and first.tolist() == [0] * 6
+    assert module._counters(cache[1, 1:], 6) is first
+    assert module._counters(cache[0], 4) is not first and module._counters(other, 6) is not first
+    known = len(module._COUNTERS)
+    del cache, other
+    assert len(module._COUNTERS) == known - 2
+    with FakeTensorMode():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        cache = torch.empty(2, 5, device="cuda")
+        recorded = module._counters(cache, 6)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        kept = module._counters(cache, 6)
+        assert kept is not recorded and module._counters(cache, 6) is kept
 
 
 @pytest.mark.parametrize("name", ["add_norm", "gated", "rotary_write"])
@@ -146,15 +185,16 @@ def test_in_one_order_kernels_wait_before_they_read_or_write(tmp_path, monkeypat
         return write_module.rotary_write_triton(projected, turn, turn, keys, keys, places, True)
 
     for home, kernel, call in (
-        (module, "_split_kernel", attends),
-        (module, "_combine_kernel", attends),
+        (module, KERNEL, attends),
         (write_module, "_rotary_write_kernel", writes),
     ):
         text = check_compiles(tmp_path, home, kernel, call).asm["ptx"]
         assert text.index("griddepcontrol.launch_dependents") < text.index("griddepcontrol.wait")
-        reads = [found.start() for found in re.finditer(r"(?:ld|st)\.global|cp\.async\.c[ag]\.shared", text)]
+        reads = [
+            found.start() for found in re.finditer(r"(?:ld|st|atom)\.global|cp\.async\.c[ag]\.shared", text)
+        ]
         assert text.index("griddepcontrol.wait") < min(reads)
-    apart = check_compiles(tmp_path, module, "_split_kernel", lambda: attends(False))
+    apart = check_compiles(tmp_path, module, KERNEL, lambda: attends(False))
     assert "griddepcontrol" not in apart.asm["ptx"]
 
 
@@ -166,9 +206,9 @@ def test_attention_in_one_order_is_one_kernel_for_every_window():
     def text(window: int, one_order: bool) -> str:
         queries, places = torch.zeros(2, window, 20, 64, dtype=torch.bfloat16), torch.zeros(2, window).long()
         given = queries, keys, keys, places, mask, 0.1, one_order
-        return compiled(module, "_split_kernel", lambda: module.window_attention_triton(*given)).asm["ptx"]
+        return compiled(module, KERNEL, lambda: module.window_attention_triton(*given)).asm["ptx"]
 
     assert len({text(window, True) for window in (1, 2, 32, 64)}) == 1
     assert text(1, False) != text(64, False)
-    (own,) = (one for one in module._split_kernel.params if one.name == "window")
+    (own,) = (one for one in module._attention_kernel.params if one.name == "window")
     assert own.do_not_specialize  # a window of 1 is else another compilation

@@ -296,3 +296,35 @@ def test_attention_in_one_order_has_the_same_bits_whatever_the_window(window):
         one = slice(at, at + 1)
         alone = window_attention_triton(queries[:, one], keys, values, places[:, one], mask, dim**-0.5, True)
         assert torch.equal(alone, found[:, one])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="programs run one after the other there")
+@pytest.mark.parametrize("one_order", [False, True])
+def test_attention_has_the_same_bits_in_every_launch_and_recording(one_order):
+    """Whichever program ends last, on two streams at once, each with its own cache."""
+
+    def case(seed: int) -> tuple[Any, ...]:
+        draw = torch.Generator().manual_seed(seed)
+        keys, values = torch.randn(2, 4, 20, 1500, 64, generator=draw).to(DEVICE, torch.bfloat16)
+        queries = torch.randn(4, 32, 20, 64, generator=draw).to(DEVICE, torch.bfloat16)
+        places = (torch.randint(1400, (4, 1), generator=draw) + torch.arange(32)).to(DEVICE)
+        mask = torch.ones(4, 120, dtype=torch.bool, device=DEVICE)
+        return queries, keys, values, places, mask, 0.125, one_order
+
+    cases = [case(0), case(1)]
+    expected = [window_attention_triton(*given) for given in cases]
+    torch.cuda.synchronize()
+    graphs, outputs = [torch.cuda.CUDAGraph() for _ in cases], []
+    for graph, given in zip(graphs, cases, strict=True):
+        with torch.cuda.graph(graph):
+            outputs.append([window_attention_triton(*given) for _ in range(9)])
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for found, one in zip(outputs, expected, strict=True):
+            assert all(torch.equal(each, one) for each in found)
+    for found, given in zip(expected, cases, strict=True):
+        assert torch.equal(window_attention_triton(*given), found)

@@ -23,7 +23,7 @@ LAYERS = {
         1280,
         7168,
         dict(norm=True, gate=True, weights=torch.float8_e4m3fn),
-        {2: 80, 32: 144, 64: 255},
+        {2: 80, 32: 152, 64: 255},
     ),
 }
 
