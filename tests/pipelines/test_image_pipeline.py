@@ -100,6 +100,21 @@ def test_tokenizer_of_another_model_is_refused():
 # -- accelerate, restore --
 
 
+def test_what_is_said_before_the_first_call_has_the_limit_of_what_is_said_after_it(pipe):
+    limit = "the same tokens up to near-ties (bfloat16)"
+    pipe.transformer.bfloat16()
+    assert visual_spec.summary(pipe) == "AutoregressiveSampler, the same tokens; nothing decoded yet"
+    visual_spec.accelerate(pipe)
+    assert visual_spec.summary(pipe) == f"SpeculativeJacobiSampler, {limit}; nothing decoded yet"
+    visual_spec.accelerate(pipe, SpeculativeJacobiSampler(exact_width=True))
+    assert visual_spec.summary(pipe) == "SpeculativeJacobiSampler, the same tokens; nothing decoded yet"
+    visual_spec.accelerate(pipe, SpeculativeJacobiSampler())
+    pipe(PROMPT)
+    assert "same tokens as autoregressive sampling up to near-ties (bfloat16; none" in visual_spec.summary(
+        pipe
+    )
+
+
 def test_accelerate_and_restore(pipe):
     plain = pipe.sampler
     assert visual_spec.summary(pipe) == "AutoregressiveSampler, the same tokens; nothing decoded yet"

@@ -158,7 +158,7 @@ def test_the_law_of_repetition_aware_sampling_is_that_of_its_two_draws(
     scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.5
     ids = torch.tensor([[6, 1, 1, 3, 5, 1, 0, 2], [6, 4, 4, 4, 4, 0, 2, 2]])  # the first one is a prompt
     stops = torch.tensor([[1, 4, 7], [3, 6, 8]])
-    text = Text(ids, torch.ones_like(ids, dtype=torch.bool), stops, torch.arange(7), 7, 1)
+    text = Text(ids, torch.ones_like(ids, dtype=torch.bool), ids, stops, None, 7, 1)
     laws = RepetitionAware(0.8, 4, last, times, excluded)(scores, text).exp()
     for row in range(2):
         for column in range(3):

@@ -67,7 +67,7 @@ def by_hand(
 
 def test_a_penalty_of_a_window_counts_the_last_tokens_alone():
     ids = torch.tensor([[5, 6, 7]])
-    text = Text(ids, torch.ones_like(ids) > 0, torch.tensor([[3]]), torch.arange(8), 8, 3)
+    text = Text(ids, torch.ones_like(ids) > 0, ids, torch.tensor([[3]]), None, 8, 3)
     found = RepetitionPenalty(2.0, window=2)(torch.ones(1, 1, 8), text)
     assert found.tolist() == [[[1, 1, 1, 1, 1, 1, 0.5, 0.5]]]
 
@@ -95,7 +95,8 @@ def test_rules_are_their_definition(rule):
         scores = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
         scores[0, :, 1], scores[1, :, 2], scores[2, 1:, 0] = NEVER, 0.0, 0.0
         kept = scores.clone()
-        found = rule(scores, Text(ids, real, stops, torch.tensor(IDS), NUM_IDS, start))
+        tokens = torch.tensor([[IDS.index(one) if one in IDS else 5 for one in row] for row in ids.tolist()])
+        found = rule(scores, Text(ids, real, tokens, stops, torch.tensor(IDS), NUM_IDS, start))
         assert found.dtype == torch.float64 and torch.equal(scores, kept)
         for row in range(3):
             for column, stop in enumerate(stops[row].tolist()):
@@ -209,7 +210,11 @@ def test_a_state_hands_on_what_its_sampler_says():
     prefix, rest = reading_text(model, law)
     assert rest == TokenLaw(temperature=0.7, top_k=3, top_p=0.9)
     state = prefix.prefill(torch.tensor([0, 1]), batch_size=2, guided=False, window=WINDOW)
-    assert state.inner.guided and len(state.inner.logits) == 4 and state.tokens.shape == (2, LENGTH + WINDOW)
+    assert (
+        state.inner.guided
+        and len(state.inner.logits) == 4
+        and state.tokens.shape == (2, PROMPTS.shape[1] + LENGTH + WINDOW)
+    )
     widths: list[int] = []
     state.inner.narrow = widths.append
     state.narrow(2)

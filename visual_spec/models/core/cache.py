@@ -76,6 +76,8 @@ def common_run(slots: Tensor) -> slice | None:
     if not on_host(slots) or not slots.numel():
         return None
     first, width = int(slots[0, 0]), slots.shape[1]
+    if slots.numel() == 1:
+        return slice(first, first + 1)
     run = torch.arange(first, first + width).expand_as(slots)
     return slice(first, first + width) if torch.equal(slots, run) else None
 
@@ -108,14 +110,16 @@ class Places:
         """Write keys and values [R, W, H, D] into a layer's [R, H, S, D]. Returns views of what it reads."""
         # Compiled code would be made anew for every beginning of a slice.
         slots = torch.compiler.is_compiling() or self.run is None
-        at = self.on(held[0].device) if slots else (slice(None), self.run)
         for whole, new in zip(held, (keys, values), strict=True):
-            whole.transpose(1, 2)[at] = new
+            if slots:
+                whole.transpose(1, 2)[self.on(whole.device)] = new
+            else:
+                whole.narrow(2, self.run.start, new.shape[1]).copy_(new.transpose(1, 2))
         return self.read(held)
 
     def read(self, held: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return views [R, H, size, D] of the keys and values that a layer reads."""
-        return held[0][:, :, : self.size], held[1][:, :, : self.size]
+        return held[0].narrow(2, 0, self.size), held[1].narrow(2, 0, self.size)
 
 
 def repeats(*parts: Tensor) -> tuple[Tensor, Tensor] | None:

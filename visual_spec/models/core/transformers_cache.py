@@ -187,10 +187,14 @@ def _cache_argument(kind: type[nn.Module]) -> str:
 
 
 def attention_mask(visible: Tensor, like: Tensor, attention: str) -> Tensor:
-    """Return bool `visible` as "sdpa" takes it, or as "eager" adds it, in the dtype of `like`."""
-    if attention != "eager":
+    """Return bool `visible` as "sdpa" takes it, or as "eager" adds it, in the dtype of `like`.
+
+    On the host "sdpa" adds it, too, and would make numbers of it in every layer.
+    """
+    if attention != "eager" and not on_host(visible):
         return visible
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, torch.finfo(like.dtype).min)
+    hidden = torch.finfo(like.dtype).min if attention == "eager" else -torch.inf
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, hidden)
 
 
 class _SlotLayer(CacheLayerMixin):

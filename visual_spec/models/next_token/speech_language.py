@@ -72,8 +72,7 @@ class SpeechLanguageModel(CachedDecoder):
         size = head.weight.shape[0]
         super().__init__(decoder, table, head, list(range(size)), TokenGrid(1, new_tokens))
         self.prompt, self.text, self.beside, self.project = prompt, text, beside, project
-        self.ids_of, self.num_ids = torch.arange(size), size
-        self.plain_draws = (size, self.ids_of, torch.float32)
+        self.plain_draws = (size, torch.arange(size), torch.float32)
 
     def text_of(self, condition: ImagePrompt) -> tuple[Tensor, Tensor]:
         """Return the codes before the first one, long [B, P], and that all of them count, bool [B, P]."""

@@ -149,7 +149,10 @@ def summary(pipe: Any) -> str:
 
 
 def _promised(pipe: VisualPipeline) -> str:
-    return f"{promise(pipe.sampler, pipe.plain)}; nothing decoded yet"
+    tests = "acceptance" in getattr(
+        pipe.sampler, "config", ()
+    )  # else its calls are plain decoding's, as wide
+    return f"{promise(pipe.sampler, pipe.plain, pipe.transformer if tests else None)}; nothing decoded yet"
 
 
 # What `accelerate` takes from other libraries, asked in turn: an adapter, the library, and how its classes are called.

@@ -47,6 +47,7 @@ class DrawnNoise(CounterNoise):
         generator = torch.default_generator if generator is None else generator
         self.generator, self._shape, self._dtype = generator, (num_rows or batch_size, num_ids), dtype
         self._ids, self._num_slots, self._row_length = ids.to(device), num_slots, row_length
+        self._all = torch.equal(ids.cpu(), torch.arange(num_ids))
         # Other noise must not move the generator.
         keys = draw_keys(torch.Generator().manual_seed(generator.initial_seed()), batch_size)
         super().__init__(keys, device)
@@ -82,6 +83,10 @@ class DrawnNoise(CounterNoise):
 
     def _exponential(self, slots: Tensor) -> Tensor:
         """The noise [B, W, V] of slots long [B, W], of the rows that are left; 1 at scratch, which nobody reads."""
+        if slots.numel() == 1 and (slot := int(slots)) < self._num_slots:
+            self._reach(slot + 1)
+            self._kept_slots = {slot: self._noise(slot)}
+            return self._kept_slots[slot][self._rows, None]
         asked, places = slots.clamp(max=self._num_slots).unique(return_inverse=True)
         inside = [slot for slot in asked.tolist() if slot < self._num_slots]
         if not inside:
@@ -113,4 +118,5 @@ class DrawnNoise(CounterNoise):
 
     def _draw(self) -> Tensor:
         noise = torch.empty(self._shape, dtype=self._dtype, device=self.generator.device)
-        return noise.exponential_(generator=self.generator).to(self._ids.device)[:, self._ids]
+        noise = noise.exponential_(generator=self.generator).to(self._ids.device)
+        return noise if self._all else noise[:, self._ids]

@@ -48,6 +48,7 @@ from visual_spec.pipelines.accelerate.speech_rules import (
     Forbidden,
     PenaltyAtFirst,
     RepetitionAware,
+    TopP,
 )
 from visual_spec.pipelines.streaming import stream_of
 from visual_spec.samplers.core.history import HistoryRule, NoRepeatNgram, NotBefore, RepetitionPenalty
@@ -337,11 +338,14 @@ def speak(
     warpers = (
         *((TemperatureLogitsWarper(float(temperature)),) if temperature != 1 else ()),
         MinPLogitsWarper(min_p=min_p),
-        TopPLogitsWarper(top_p=top_p),
     )
     law = TokenLaw(
         guidance_scale=1 + cfg_weight,
-        history=(RepetitionPenalty(float(repetition_penalty)), BySlot(warpers)),
+        history=(
+            RepetitionPenalty(float(repetition_penalty)),
+            BySlot(warpers),
+            TopP(TopPLogitsWarper(top_p).top_p),
+        ),
         end=hp.stop_speech_token,
     )
     prompt = torch.cat([embeds, opened], 1)
@@ -378,14 +382,15 @@ def speak_turbo(
     warpers = (
         *((TemperatureLogitsWarper(temperature),) if temperature > 0 and temperature != 1 else ()),
         *((TopKLogitsWarper(top_k),) if top_k > 0 else ()),
-        *((TopPLogitsWarper(top_p),) if top_p < 1 else ()),
     )
+    nucleus = (TopP(TopPLogitsWarper(top_p).top_p),) if top_p < 1 else ()
     penalties = (
         PenaltyAtFirst(hp.start_speech_token, repetition_penalty),
         RepetitionPenalty(repetition_penalty),
     )
     law = TokenLaw(
-        history=(BySlot(warpers), *(penalties if repetition_penalty != 1 else ())), end=hp.stop_speech_token
+        history=(BySlot(warpers), *nucleus, *(penalties if repetition_penalty != 1 else ())),
+        end=hp.stop_speech_token,
     )
     codes = _spoken(model, prompt, opening[:, :0], law, max_gen_len + 1, None, **decoding)
     return codes[:, :-1] if codes[0, -1] == hp.stop_speech_token else codes

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.launch import nowhere
+from visual_spec.kernels.law import descending
 from visual_spec.samplers.core.history import RepetitionPenalty, Text, ended_by
 
 
@@ -24,6 +26,18 @@ class BySlot:
         for process in self.processors:
             rows = process(None, rows)
         return rows.view_as(scores)
+
+
+@dataclass(frozen=True)
+class TopP:
+    """`TopPLogitsWarper` of transformers, by value: it sorts scores alone, which NumPy does with vector instructions."""
+
+    top_p: float
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        ordered = descending(scores).flip(-1)
+        removed = (ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p)[..., :-1].sum(-1, keepdim=True)
+        return scores.masked_fill(scores < ordered.gather(-1, removed), -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,7 @@ class PenaltyAtFirst:
         first = Text(
             prompt,
             torch.ones_like(prompt, dtype=torch.bool),
+            prompt,
             (text.stops == text.start).long(),
             text.ids_of,
             text.num_ids,
@@ -112,9 +127,8 @@ class RepetitionAware:
         places = torch.arange(text.ids.shape[1], device=scores.device)
         first = text.stops[..., None] - self.last if self.last else 0
         seen = text.before & (places >= text.start) & (places >= first)
-        held = torch.where(seen, text.ids[:, None], text.num_ids)
-        counts = scores.new_zeros(*scores.shape[:2], text.num_ids + 1)
-        return counts.scatter_add(-1, held, seen.to(scores))[..., text.ids_of]
+        held = torch.where(seen, text.tokens[:, None], scores.shape[-1])
+        return F.pad(torch.zeros_like(scores), (0, 1)).scatter_add(-1, held, seen.to(scores))[..., :-1]
 
 
 def _without_own(log: Tensor) -> Tensor:

@@ -266,11 +266,11 @@ class CheckedLaw:
         finite = not self.deferred and math.isfinite(float(logits.sum()))
         if not finite:
             inside = logits[..., numbers.first : numbers.stop]
-            repeats = logits.shape[0] // slots.shape[0]
-            bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
+            bad = non_finite(inside)  # [R, W]
             if self.deferred:
                 self.remember(bad, slots)
             elif bad.any():
+                bad &= (slots < self.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
                 check_finite(logits.masked_fill(~bad[..., None], 0), slots, self.law.allowed, self._samples)
         return law_reference(logits, slots, numbers, finite=finite)
 

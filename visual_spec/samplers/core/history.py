@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.launch import nowhere
@@ -25,8 +26,6 @@ from visual_spec.models.core.settings import COUNT, Within, read_fields
 from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 
-_NOTHING = -1  # at slots that were never fed
-
 
 @dataclass(frozen=True)
 class Text:
@@ -35,24 +34,20 @@ class Text:
     Attributes:
         ids: long [B, S], in the model's own vocabulary of text.
         real: bool [B, S], false at the padding of prompts.
+        tokens: long [B, S], the ids in the sampler's vocabulary; V where it has no such token.
         stops: long [B, W], the places before each slot that a position predicts.
-        ids_of: long [V], the id of each token of the sampler's vocabulary.
+        ids_of: long [V], the id of each token of the sampler's vocabulary; None: a token is its own id.
         num_ids: size of the vocabulary of text.
         start: places of the prompt.
     """
 
     ids: Tensor
     real: Tensor
+    tokens: Tensor
     stops: Tensor
-    ids_of: Tensor
+    ids_of: Tensor | None
     num_ids: int
     start: int
-
-    def marked(self, ids: Tensor, where: Tensor) -> Tensor:
-        """Return which tokens are among `ids`, long [B, S'], as far as bool [B, W, S'] `where` is true: [B, W, V]."""
-        held = torch.where(where, ids[:, None], self.num_ids)  # places that do not count mark one more id
-        marks = torch.zeros(*where.shape[:2], self.num_ids + 1, dtype=torch.bool, device=ids.device)
-        return marks.scatter_(2, held, True)[..., self.ids_of]
 
     @property
     def before(self) -> Tensor:
@@ -101,8 +96,14 @@ class RepetitionPenalty:
         if self.window is not None:
             places = torch.arange(text.ids.shape[1], device=scores.device)
             where &= places >= text.stops[..., None] - self.window
-        changed = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
-        return torch.where(text.marked(text.ids, where), changed, scores)
+        held = torch.where(
+            where, text.tokens[:, None], scores.shape[-1]
+        )  # what does not count: one more token
+        padded = F.pad(scores, (0, 1))
+        old = padded.gather(2, held)
+        return padded.scatter_(2, held, torch.where(old < 0, old * self.penalty, old / self.penalty))[
+            ..., :-1
+        ]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class NoRepeatNgram:
         for back in range(1, count + 1):
             last = text.ids.gather(1, (text.stops - back).clamp(min=0))  # [B, W]
             where = where & (text.ids[:, None, count - back : count - back + starts] == last[..., None])
-        return scores.masked_fill(text.marked(text.ids[:, count:], where), -torch.inf)
+        held = torch.where(where, text.tokens[:, None, count:], scores.shape[-1])
+        return F.pad(scores, (0, 1)).scatter_(2, held, -torch.inf)[..., :-1]
 
 
 @dataclass(frozen=True)
@@ -159,13 +161,14 @@ class TextFunction:
     function: Callable[[Any, Any], Any]
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        ids_of = slice(None) if text.ids_of is None else text.ids_of
         whole = scores.new_full((*scores.shape[:2], text.num_ids), -torch.inf)
-        whole[..., text.ids_of] = scores
+        whole[..., ids_of] = scores
         for row, stops in enumerate(text.stops.tolist()):
             for column, stop in enumerate(stops):
                 before = text.ids[row : row + 1, :stop]
                 whole[row, column] = self.function(before, whole[row, column, None])[0]
-        return whole[..., text.ids_of]
+        return whole[..., ids_of]
 
 
 @dataclass
@@ -174,16 +177,18 @@ class PrefixState(DecodeState):
 
     Attributes:
         inner: the state of the model inside.
-        tokens: long [B, L + window], what was fed, by slot.
-        prompt: long [B, P], ids of the prompt.
-        real: bool [B, P], false at its padding.
+        tokens: long [B, P + L + window], of the prompt, then what was fed, by slot; V where no token is.
+        real: bool [B, P + L + window], false at the padding of the prompt.
+        ids: as `tokens`, in the vocabulary of text; None where a token is its own id.
+        start: P, places of the prompt.
         raw: [R, W, V], the model's logits of the last call.
     """
 
     inner: Any
     tokens: Tensor
-    prompt: Tensor
     real: Tensor
+    ids: Tensor | None
+    start: int
     raw: Tensor | None = None
 
     @property
@@ -193,7 +198,8 @@ class PrefixState(DecodeState):
     def select(self, samples: Tensor) -> None:
         self.inner.select(samples)
         self.logits, self.tokens = self.logits[samples], self.tokens[samples]
-        self.prompt, self.real = self.prompt[samples], self.real[samples]
+        self.real = self.real[samples]
+        self.ids = None if self.ids is None else self.ids[samples]
 
     def narrow(self, width: int) -> None:
         self.inner.narrow(width)
@@ -205,7 +211,7 @@ class PrefixModel:
 
     Args:
         model: scores the tokens. If it has a text, `text_of(condition)` returns its ids long [B, P] and bool [B, P],
-            false at padding, `ids_of` long [V] are the ids of its tokens, and `num_ids` counts all ids.
+            false at padding. `ids_of` long [V] are the ids of its tokens, if not the tokens, and `num_ids` counts all.
         law: the law that reads the text.
     """
 
@@ -213,6 +219,9 @@ class PrefixModel:
         self.wrapped, self.law = model, law
         self.grid: TokenGrid = model.grid
         self.vocab_size: int = model.vocab_size
+        self.num_ids: int = getattr(model, "num_ids", model.vocab_size)
+        self.ids_of: Tensor | None = getattr(model, "ids_of", None)
+        self.guidance = replace(law, history=(), end=None).numbers(True, model.vocab_size)
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> PrefixState:
         """Run the prompt, with unconditional rows where the law is guided; `guided` is false."""
@@ -225,22 +234,31 @@ class PrefixModel:
         else:
             prompt = slots[:, :0]
             real = prompt.bool()
-        tokens = torch.full((batch_size, self.grid.num_tokens + window), _NOTHING, device=device)
+        size, room = self.vocab_size, (0, self.grid.num_tokens + window)
+        tokens, ids = prompt, None
+        if self.ids_of is not None:
+            self.ids_of, ids = self.ids_of.to(device), F.pad(prompt, room)
+            table = torch.full((self.num_ids,), size, device=device)
+            tokens = table.scatter_(0, self.ids_of, torch.arange(size, device=device))[prompt]
         state = PrefixState(
             logits=inner.logits,
             guided=False,
             window=window,
             inner=inner,
-            tokens=tokens,
-            prompt=prompt,
-            real=real,
+            tokens=F.pad(tokens, room, value=size),
+            real=F.pad(real, room, value=True),
+            ids=ids,
+            start=prompt.shape[1],
         )
         state.logits = self.scores(state, inner.logits[:, None], slots)[:, 0]
         return state
 
     def __call__(self, state: PrefixState, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed tokens [B, W] at slots [B, W]; scores [B, W, V], position w for slot `slots[b, w] + 1`."""
-        state.tokens.scatter_(1, slots, tokens)
+        places = state.start + slots
+        state.tokens.scatter_(1, places, tokens)
+        if state.ids is not None and self.ids_of is not None:
+            state.ids.scatter_(1, places, self.ids_of[tokens])
         state.inner.fixed = state.fixed
         return self.scores(state, self.wrapped(state.inner, tokens, slots), slots + 1)
 
@@ -254,33 +272,26 @@ class PrefixModel:
         check_returned(logits, predicted.shape[0], law.guided, predicted.shape[1], self.vocab_size)
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if law.guided:
-            guidance = replace(law, history=(), end=None).numbers(True, self.vocab_size)
-            scores = mixed_logits(scores, predicted, guidance)
+            scores = mixed_logits(scores, predicted, self.guidance)
         if law.history:
             # Of a row whose samples are in the scratch after the grid any finite scores will do.
-            text = self._text(state, stops)
+            text = Text(
+                ids=state.tokens if state.ids is None else state.ids,
+                real=state.real,
+                tokens=state.tokens,
+                stops=state.start + stops,
+                ids_of=self.ids_of,
+                num_ids=self.num_ids,
+                start=state.start,
+            )
             for rule in law.history:
                 scores = rule(scores, text)
             beyond = predicted >= self.grid.num_tokens
             if not nowhere(beyond):
                 scores = scores.masked_fill(beyond[..., None], 0)
         if law.end is not None:
-            scores = ended_by(scores, state.tokens == law.end, stops, law.end)
+            scores = ended_by(scores, state.tokens[:, state.start :] == law.end, stops, law.end)
         return scores
-
-    def _text(self, state: PrefixState, stops: Tensor) -> Text:
-        model, device = self.wrapped, state.device
-        ids_of = getattr(model, "ids_of", None)
-        ids_of = torch.arange(self.vocab_size, device=device) if ids_of is None else ids_of.to(device)
-        fed = torch.where(state.tokens < 0, 0, ids_of[state.tokens.clamp(min=0)])
-        return Text(
-            ids=torch.cat([state.prompt, fed], 1),
-            real=torch.cat([state.real, torch.ones_like(fed, dtype=torch.bool)], 1),
-            stops=state.prompt.shape[1] + stops,
-            ids_of=ids_of,
-            num_ids=getattr(model, "num_ids", self.vocab_size),
-            start=state.prompt.shape[1],
-        )
 
 
 def reading_text(model: Any, law: TokenLaw) -> tuple[Any, TokenLaw]:

@@ -346,7 +346,8 @@ class State:
             assert self.near_ties is not None
             taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
             self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
-        self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
+        call = self.round
+        self.commit_call.scatter_(1, slots, call if isinstance(call, int) else call.expand_as(slots))
         self.target_calls += self.lengths < num_tokens
         before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
         if self.end is not None:
@@ -359,10 +360,10 @@ class State:
             slots: long [B, N], the slots of the call.
             before: long [B], the committed slots before the call.
         """
-        new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
-        ends = new & (self.tokens.gather(1, slots) == end)
+        ends = self.tokens.gather(1, slots) == end
         if nowhere(ends):
             return
+        ends &= (slots >= before[:, None]) & (slots < self.lengths[:, None])
         first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
         after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
         self.tokens = self.tokens.masked_fill(after, end)

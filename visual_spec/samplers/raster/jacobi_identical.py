@@ -102,15 +102,14 @@ def prepare(settings: Any, run: Run) -> IdenticalState:
 
 def step(settings: Any, run: Run, state: IdenticalState) -> None:
     """Make one call: commit the drafts that are drawn again, up to the first that is not, and one token more."""
-    if state.window == 1:
-        from visual_spec.samplers.raster.autoregressive import plain_step  # where no window opens
-
-        return plain_step(run, state)
     width = min(state.width or state.window, state.window)
     if settings.window is None and run.fixed_width is None:
         rows = len(state.lengths) * (2 if run.guided else 1)
         width = min(width, window_of_rows(rows, run.device.type))
-    plain = width == 1 and settings.window is None  # no draft is tested, now or in the next calls
+    if width == 1 and state.drafter_cache is None:  # which would have to see every call
+        from visual_spec.samplers.raster.autoregressive import plain_step
+
+        return plain_step(run, state)
     slots = state.next_slots(width)  # [B, W], the slots that are scored
     at = slots - 1  # each is predicted after the token before it
     held = fed = state.tokens.gather(1, at)  # the newest token, then drafts
@@ -122,7 +121,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         draft = redrafted(state, at[:, 1:], Draft(fed[:, 1:], None, "last call"), settings.redrafts, source)
         fed = torch.cat([fed[:, :1], draft.tokens], 1)
         run.lap("draft")
-    elif state.inputs is not None and not plain:
+    elif state.inputs is not None:
         grid, picture = run.model.grid, state.picture
         count, steady = settings.redrafts, None
         if state.copies_ahead is not None and state.steady is not None:
@@ -157,8 +156,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         state.steady.scatter_(1, slots, age.mul_(same))
     state.tokens.scatter_(1, slots, drawn)
     state.commit(slots, kept + 1, run.num_tokens, near)
-    if not plain:
-        enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
+    enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
     run.lap("verify")
 
 
