@@ -30,7 +30,7 @@ class BySlot:
 
 @dataclass(frozen=True)
 class TopP:
-    """`TopPLogitsWarper` of transformers, by value: it sorts scores alone, which NumPy does with vector instructions."""
+    """`TopPLogitsWarper` of transformers, by value: the scores alone are sorted, by NumPy where it can."""
 
     top_p: float
 
