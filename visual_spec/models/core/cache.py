@@ -109,12 +109,12 @@ class Places:
     def write(self, held: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [R, W, H, D] into a layer's [R, H, S, D]. Returns views of what it reads."""
         # Compiled code would be made anew for every beginning of a slice.
-        slots = torch.compiler.is_compiling() or self.run is None
+        run = None if torch.compiler.is_compiling() else self.run
         for whole, new in zip(held, (keys, values), strict=True):
-            if slots:
+            if run is None:
                 whole.transpose(1, 2)[self.on(whole.device)] = new
             else:
-                whole.narrow(2, self.run.start, new.shape[1]).copy_(new.transpose(1, 2))
+                whole.narrow(2, run.start, new.shape[1]).copy_(new.transpose(1, 2))
         return self.read(held)
 
     def read(self, held: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
