@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 import visual_spec
 from tests.helpers.refusals import refuses
@@ -26,7 +27,7 @@ from tests.helpers.tiny_speech_codes import (
 )
 from visual_spec.models.core import offload
 from visual_spec.pipelines.accelerate.speech_codes import repetition_aware
-from visual_spec.pipelines.accelerate.speech_rules import RepetitionAware
+from visual_spec.pipelines.accelerate.speech_rules import RepetitionAware, TopP
 from visual_spec.samplers.core.history import Text
 
 SAMPLERS = ("autoregressive", "speculative-jacobi", "speculative-jacobi:window=16")
@@ -241,3 +242,16 @@ def test_hooks_are_looked_for_once_a_text_and_not_once_a_call(monkeypatch: pytes
     looks.clear()
     model.inference(t3_cond=VOICE, text_tokens=TEXT, max_new_tokens=9)
     assert 0 < len(looks) <= 3  # decoder, table and head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [0.02, 0.5, 0.9, 0.999])
+def test_top_p_keeps_what_the_processor_of_transformers_keeps(top_p: float, dtype: torch.dtype) -> None:
+    """Among equal scores, too, of which it keeps some."""
+    warper = TopPLogitsWarper(top_p)
+    for seed in range(6):
+        scores = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        scores = scores if seed % 2 else (4 * scores).round() / 4
+        scores[:, :, seed : 3 * seed] = -torch.inf
+        wanted = warper(None, scores.flatten(0, 1)).view_as(scores)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(TopP(warper)(scores, None), wanted)  # pyright: ignore[reportArgumentType]

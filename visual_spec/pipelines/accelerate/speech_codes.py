@@ -344,7 +344,7 @@ def speak(
         history=(
             RepetitionPenalty(float(repetition_penalty)),
             BySlot(warpers),
-            TopP(TopPLogitsWarper(top_p).top_p),
+            TopP(TopPLogitsWarper(top_p)),
         ),
         end=hp.stop_speech_token,
     )
@@ -383,7 +383,7 @@ def speak_turbo(
         *((TemperatureLogitsWarper(temperature),) if temperature > 0 and temperature != 1 else ()),
         *((TopKLogitsWarper(top_k),) if top_k > 0 else ()),
     )
-    nucleus = (TopP(TopPLogitsWarper(top_p).top_p),) if top_p < 1 else ()
+    nucleus = (TopP(TopPLogitsWarper(top_p)),) if top_p < 1 else ()
     penalties = (
         PenaltyAtFirst(hp.start_speech_token, repetition_penalty),
         RepetitionPenalty(repetition_penalty),

@@ -30,14 +30,22 @@ class BySlot:
 
 @dataclass(frozen=True)
 class TopP:
-    """`TopPLogitsWarper` of transformers, by value: the scores alone are sorted, by NumPy where it can."""
+    """`TopPLogitsWarper` of transformers; on a processor by value, as NumPy sorts scores alone sooner."""
 
-    top_p: float
+    warper: Any
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        ordered = descending(scores).flip(-1)
-        removed = (ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p)[..., :-1].sum(-1, keepdim=True)
-        return scores.masked_fill(scores < ordered.gather(-1, removed), -torch.inf)
+        if scores.device.type == "cpu" and scores.itemsize > 2:
+            ordered = descending(scores).flip(-1)
+            removed = (ordered.softmax(-1).cumsum(-1) <= 1 - self.warper.top_p)[..., :-1].sum(
+                -1, keepdim=True
+            )
+            below = scores < ordered.gather(-1, removed)
+            if torch.equal(below.sum(-1, keepdim=True), removed):
+                return scores.masked_fill(below, -torch.inf)
+        return BySlot((self.warper,))(
+            scores, text
+        )  # of equal scores some go and some stay: the warper decides
 
 
 @dataclass(frozen=True)
