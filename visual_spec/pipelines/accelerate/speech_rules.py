@@ -37,15 +37,13 @@ class TopP:
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if scores.device.type == "cpu" and scores.itemsize > 2:
             ordered = descending(scores).flip(-1)
-            removed = (ordered.softmax(-1).cumsum(-1) <= 1 - self.warper.top_p)[..., :-1].sum(
-                -1, keepdim=True
-            )
+            gone = ordered.softmax(-1).cumsum(-1) <= 1 - self.warper.top_p
+            removed = gone[..., :-1].sum(-1, keepdim=True)
             below = scores < ordered.gather(-1, removed)
             if torch.equal(below.sum(-1, keepdim=True), removed):
                 return scores.masked_fill(below, -torch.inf)
-        return BySlot((self.warper,))(
-            scores, text
-        )  # of equal scores some go and some stay: the warper decides
+        # Of equal scores some go and some stay: the warper decides.
+        return BySlot((self.warper,))(scores, text)
 
 
 @dataclass(frozen=True)
