@@ -149,9 +149,8 @@ def summary(pipe: Any) -> str:
 
 
 def _promised(pipe: VisualPipeline) -> str:
-    tests = "acceptance" in getattr(
-        pipe.sampler, "config", ()
-    )  # else its calls are plain decoding's, as wide
+    # A sampler that tests nothing makes plain decoding's calls, as wide as these.
+    tests = "acceptance" in getattr(pipe.sampler, "config", ())
     return f"{promise(pipe.sampler, pipe.plain, pipe.transformer if tests else None)}; nothing decoded yet"
 
 

@@ -96,14 +96,11 @@ class RepetitionPenalty:
         if self.window is not None:
             places = torch.arange(text.ids.shape[1], device=scores.device)
             where &= places >= text.stops[..., None] - self.window
-        held = torch.where(
-            where, text.tokens[:, None], scores.shape[-1]
-        )  # what does not count: one more token
-        padded = F.pad(scores, (0, 1))
+        # Places that do not count hold one more token.
+        held, padded = torch.where(where, text.tokens[:, None], scores.shape[-1]), F.pad(scores, (0, 1))
         old = padded.gather(2, held)
-        return padded.scatter_(2, held, torch.where(old < 0, old * self.penalty, old / self.penalty))[
-            ..., :-1
-        ]
+        new = torch.where(old < 0, old * self.penalty, old / self.penalty)
+        return padded.scatter_(2, held, new)[..., :-1]
 
 
 @dataclass(frozen=True)
