@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 BITWISE ?= tests/exactness tests/models tests/samplers \
 	tests/pipelines/test_like_diffusers.py::test_a_saved_pipeline_is_the_same_by_any_door
 SETS ?= 3
-FAST ?= 3
+FAST ?= 2
 # One process a core with one thread each: the tests' tensors are small. Compiled files are kept, for all that tests start.
 PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 

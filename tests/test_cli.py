@@ -412,6 +412,7 @@ sys.exit(status)
     assert ran.stderr.strip() == "visual-spec: interrupted; files that were finished are kept"
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_console_that_cannot_show_the_prompt_does_not_end_the_command(model, tmp_path, encoding):
     command = [

@@ -83,7 +83,7 @@ def test_a_model_of_chunks_draws_the_clip_that_python_draws(tmp_path, capsys):
     [
         ("motion_causal", ["--guidance-scale", "3"], "motion_causal takes no --guidance-scale"),
         ("motion_causal", ["--policy", "slide"], "unknown cache policy 'slide'; pass one of full"),
-        ("motion_causal", ["--policy", "slidin:window=3"], "future-anchor. Did you mean sliding?"),
+        ("motion_causal", ["--policy", "slidin:window=3"], "rolling. Did you mean sliding?"),
         ("motion_causal", ["--compare"], "there is no plain decoding to compare it with"),
         ("motion", ["--policy", "full"], "motion takes no --policy; leave it out"),
     ],

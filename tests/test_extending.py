@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +165,7 @@ def install(folder: Path) -> None:
     (package / "table.py").write_text(f"{SAMPLERS}\n\n{FAMILIES}")
 
 
+@pytest.mark.slow
 def test_a_package_brings_a_sampler_a_rule_and_a_family_and_a_metric_is_one_entry(tmp_path):
     install(tmp_path)
     package = tmp_path / "visual_spec"

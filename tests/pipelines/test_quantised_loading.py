@@ -125,6 +125,7 @@ def test_weights_stored_in_eight_bits_are_quantised_from_what_they_mean(name, tm
 KINDS_OF_WEIGHTS = ("Int8Tensor", "IntxUnpackedToInt8Tensor of int4", "Float8Tensor")
 
 
+@pytest.mark.fast_sets(1)
 @pytest.mark.parametrize("kind", KINDS_OF_WEIGHTS)
 def test_four_and_eight_bits_decode_identically_and_are_named(kind: str) -> None:
     """Activations are float32, so the tokens are those of plain decoding of the quantised model, which is not the
