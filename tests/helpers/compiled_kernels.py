@@ -36,7 +36,7 @@ def compiled(module: Any, name: str, call: Any) -> Any:
         for other in [other for other in vars(module) if other.endswith("_kernel")]:
             patch.setattr(module, other, recorder if other == name else Recorder())
         call()
-    named = ("num_warps", "num_stages", "launch_pdl")
+    named = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
     options = {name: recorder.kwargs.pop(name) for name in named if name in recorder.kwargs}
     names = {
         torch.float64: "fp64",
@@ -74,10 +74,10 @@ def compiled(module: Any, name: str, call: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def check_compiles(folder: Any, module: Any, name: str, call: Any, most_spilled: int = 0) -> Any:
-    """As `compiled`; its registers suffice, but for some bytes."""
+def check_compiles(folder: Any, module: Any, name: str, call: Any) -> Any:
+    """As `compiled`; its registers suffice."""
     binary = compiled(module, name, call)
-    assert "cubin" in binary.asm and spilled(binary, folder) <= most_spilled
+    assert "cubin" in binary.asm and spilled(binary, folder) == 0
     return binary
 
 

@@ -62,11 +62,13 @@ def split_draw_triton(
             MARGINS=margins, GUIDED=switches["GUIDED"], GREEDY=switches["GREEDY"], FILTERED=filtered, CHUNK=CHUNK,
             CHUNKS=chunks, num_warps=_CHUNK_WARPS,
         )  # fmt: skip
+        # The assembler would give one filter 32 registers and spill; tracers do not know how to ask for more.
+        enough = {"maxnreg": 64} if filtered and launcher(_merge_kernel) is _merge_kernel else {}
         launcher(_merge_kernel)[(count,)](
             tokens, finite, margin, *between, law.first, law.stop, *kernel_numbers(law)[4:6], MARGINS=margins,
             **{name: switches[name] for name in ("GREEDY", "TOP_K", "TOP_P")}, CHUNK=CHUNK, CHUNKS=chunks,
             PADDED=1 << (chunks - 1).bit_length(), TILE=TILE, TILES=tiles(law, TILE),
-            num_warps=WARPS if filtered else 1,
+            num_warps=WARPS if filtered else 1, **enough,
         )  # fmt: skip
     return tokens, finite, margin
 

@@ -221,7 +221,7 @@ def test_the_first_frames_of_the_last_shot_are_kept_as_the_sink_is():
     kept = []
     for frame in range(0, 20, 2):
         if frame in (6, 14):
-            cache.pins.append(frame)
+            cache.pins.append(cache.written)
         policy.make_room(cache, frame, 2, lambda *cut: torch.empty(0))
         kept.append(cache.places[0, :, 0].tolist())
         for one in (frame, frame + 1):

@@ -502,7 +502,7 @@ def test_a_clean_chunk_of_a_long_rolling_clip_forgets_the_sink():
         (False, [0, 1, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),
         (True, [3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),
     ):
-        keys, _, read = policy.read(cache, 9, 2, commit)
+        keys, read, _ = policy.read(cache, 9, 2, commit)
         assert keys[0, :, 0, 0].tolist() == values and read[0, :, 0].tolist() == places
     assert cache.places[0, :, 0].tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
 

@@ -175,11 +175,12 @@ class CausalProcessor:
                 call.frames,
                 lambda first, last, frames: group.scores(query, rotary, first, last, frames),
             )
-        past = cache.keys, cache.values, cache.places
         if isinstance(group.policy, RollingWindow):
-            past = group.policy.read(cache, call.state.frame, call.frames, call.commit)
-        keys = torch.cat([rotary(past[0], past[2]), rotary(key, call.places)], 1)
-        values = torch.cat([past[1], value], 1)
+            held, places, mixed = group.policy.read(cache, call.state.frame, call.frames, call.commit)
+        else:
+            held, places, mixed = cache.keys, cache.places, cache.values
+        keys = torch.cat([rotary(held, places), rotary(key, call.places)], 1)
+        values = torch.cat([mixed, value], 1)
         if call.commit:
             cache.append(key, value, call.places.expand(len(key), -1, -1))
             cache.query_sums = group.frame_sums(query)
@@ -293,7 +294,7 @@ class CausalWan:
         head_dim = self.transformer.config.attention_head_dim
         state.rotary = Rotary(head_dim, state.rotary.length + gap, embeds.device)
         for group in (group for groups in state.layers for group in groups):
-            group.cache.pins.append(state.frame)
+            group.cache.pins.append(group.cache.written)
 
     def commit(self, state: CausalState, latents: Tensor) -> None:
         """Write a clean chunk to the cache, by a pass at timestep 0, and go on to the next one."""

@@ -37,7 +37,8 @@ class FrameCache:
         places: long [B, N, 3], the frame, row and column of each token.
         query_sums: [B, f, H, D], the rotated queries of the last chunk, summed over each frame.
         frame_tokens: tokens of a frame.
-        pins: the first frames of shots after the first one.
+        written: tokens that were ever appended.
+        pins: of each shot after the first one, the tokens that were written before it.
         dtype: "model": as they come; "int8": rounded.
     """
 
@@ -51,6 +52,7 @@ class FrameCache:
         dtype: str = "model",
     ) -> None:
         self.dtype, self.frame_tokens, self.pins = dtype, frame_tokens, list[int]()
+        self.written = 0
         none = like.new_zeros(batch_size, 0, heads, head_dim)
         self._held = [*self._rounded(none), *self._rounded(none)]  # keys and their scales, values and theirs
         self.places = torch.zeros(batch_size, 0, 3, dtype=torch.long, device=like.device)
@@ -84,6 +86,7 @@ class FrameCache:
         new = (*self._rounded(keys), *self._rounded(values))
         self._held = [torch.cat(parts, 1) for parts in zip(self._held, new, strict=True)]
         self.places = torch.cat([self.places, places], 1)
+        self.written += places.shape[1]
 
     def keep(self, slots: Tensor) -> None:
         """Forget all tokens but those at slots long [B, n]."""
@@ -106,13 +109,15 @@ class FrameCache:
     def keep_ends(self, first: int, last: int, pin: int | None = None) -> None:
         """Forget all frames but the `first` and the `last` ones, if there are more.
 
-        Of the last ones, `first` frames from frame `pin` on are kept, however old.
+        Of the last ones, `first` frames that were written after `pin` tokens are kept, however old.
         """
         if self.frames > first + last:
             each = self.frame_tokens
             head, tail = torch.arange(first * each), torch.arange(self.tokens - last * each, self.tokens)
             if pin is not None:
-                place = int((self.places[0, :, 0] == pin).nonzero()[0])
+                place = max(
+                    first * each, self.tokens - (self.written - pin)
+                )  # after the first ones, once it is old
                 pinned = torch.arange(place, place + min(first, last) * each)
                 tail = torch.cat([pinned, tail[len(pinned) :]]) if place < tail[0] else tail
             self.keep(self._rows(torch.cat([head, tail])))
@@ -193,7 +198,7 @@ class SinkWindow:
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk > self.window:
             last = self.window - self.sink - chunk
-            pins = [pin for pin in cache.pins if pin < start]
+            pins = [pin for pin in cache.pins if pin < cache.written]  # the shot that begins now has none yet
             cache.keep_ends(self.sink, last, pins[-1] if pins else None)
             if self.sink_gap is not None:
                 cache.move(0, self.sink, _sink_frame(start + chunk, self.window, self.sink_gap))
@@ -241,15 +246,17 @@ class RollingWindow:
         cache.keep_ends(self.sink, self.window - self.sink)
 
     def read(self, cache: FrameCache, start: int, frames: int, commit: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and places that a call of `frames` frames from `start` on reads of the cache."""
+        """Return keys, places and values that a call of `frames` frames from `start` on reads of the cache."""
         each = cache.frame_tokens
         sink = 0 if commit else min(self.sink, cache.frames)
         last = min(self.window - frames - sink, cache.frames - sink)
-        slots = torch.cat([torch.arange(sink * each), torch.arange(cache.tokens - last * each, cache.tokens)])
-        slots = slots.to(cache.places.device)
-        places = cache.places[:, slots]
-        places[:, : sink * each, 0] = start - last - sink + slots[: sink * each] // each
-        return cache.keys[:, slots], cache.values[:, slots], places
+        head, tail = sink * each, cache.tokens - last * each
+        keys, places, values = (
+            torch.cat([held[:, :head], held[:, tail:]], 1)
+            for held in (cache.keys, cache.places, cache.values)
+        )
+        places[:, :head, 0] = start - last - sink + torch.arange(head, device=places.device) // each
+        return keys, places, values
 
 
 @dataclass(frozen=True)

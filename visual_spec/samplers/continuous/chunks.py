@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor
 
@@ -375,16 +376,14 @@ class ChunkWiseSampler(Sampler):
                 latents = clean
             elif step:
                 latents = (1 - level) * clean + level * self._noise(run, group, index, step)
-            timestep = 1000 * level if solver is None else int(1000 * level)
+            timestep = asked = 1000 * level if solver is None else int(1000 * level)
             if start is not None:  # these frames are clean at every step
                 latents = torch.cat([start, latents[:, :, known:]], 2)
-            each = torch.full((1, latents.shape[2]), float(timestep), device=latents.device)
-            each[:, :known] = 0
-            flow = model.forward(state, latents, each if known else timestep)
+                asked = F.pad(latents.new_zeros(1, known), (0, latents.shape[2] - known), value=timestep)
+            flow = model.forward(state, latents, asked)
             check_returned(flow, len(latents), False, *latents.shape[1:])
-            if (
-                solver is None
-            ):  # the flow is noise minus clean, latents are (1 - level) * clean + level * noise
+            # The flow is noise minus clean, latents are (1 - level) * clean + level * noise.
+            if solver is None:
                 clean = latents - level * flow
             else:
                 clean = solver.step(flow, timestep, latents, return_dict=False)[0]
