@@ -157,6 +157,6 @@ def test_catches_rules_that_read_the_committed_text_only(monkeypatch, name, coup
 def test_catches_windows_that_commit_tokens_after_an_end(monkeypatch, coupling, acceptance):
     """The end among the drafts is seen neither by the laws after it nor by what is committed."""
     monkeypatch.setattr(PrefixModel, "stops", committed_only)
-    monkeypatch.setattr(State, "_stop_at_ends", lambda *given: None)
+    monkeypatch.setattr(State, "stop_at_ends", lambda *given: None)
     _, apart = run("end", SpeculativeJacobiSampler(3, coupling, acceptance, "last_law"), model(seed=2))
     assert apart > 1e-3

@@ -17,7 +17,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import jacobi, jacobi_identical, redrafting
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.jacobi_identical import repaired
+from visual_spec.samplers.raster.jacobi_identical import Window, opened, repaired
 from visual_spec.samplers.raster.redrafting import Chosen, redrafted
 
 GUMBEL, INDEPENDENT, MAXIMAL = (
@@ -83,12 +83,13 @@ def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, draf
         found.label.rows = carried.label.rows
         return found
 
-    def wrongly_repaired(*args: Any) -> tuple[Tensor, Tensor, None]:
-        tokens, replaced, _ = repaired(*args)
-        return tokens, torch.zeros_like(replaced), None
+    def wrongly_repaired(*args: Any) -> Window:
+        now = opened(*args)
+        assert now.replaced is not None
+        return now._replace(replaced=torch.zeros_like(now.replaced))
 
     monkeypatch.setattr(redrafting, "redrafted", wrongly_chosen)
-    monkeypatch.setattr(jacobi, "repaired", wrongly_repaired)
+    monkeypatch.setattr(jacobi, "opened", wrongly_repaired)
     networks = pair(1, height=3, vocab_size=2)
     found = enumerated(networks, window=3, drafts=drafts, redrafts=2, initial_draft="last_law", **way)
     assert distance(found, networks[0]) > 1e-3

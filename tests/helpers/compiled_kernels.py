@@ -59,6 +59,9 @@ def compiled(module: Any, name: str, call: Any) -> Any:
             return tuple(described(one, (*path, at), specialized) for at, one in enumerate(value))
         if isinstance(value, float):
             return "fp32"
+        if value is None:
+            constants[path] = None
+            return "constexpr"
         if type(value) is int and value == 1 and specialized:
             constants[path] = 1
             return "constexpr"

@@ -1,6 +1,7 @@
 """For a GPU that need not be there: the kernels compile, without spilling registers, and the operators are traced."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from visual_spec.kernels import (
     clustered_mass,
     draw,
     grouped_mass,
+    jacobi_step,
     lantern_mass,
     masked_sample,
     philox,
@@ -67,6 +69,28 @@ def test_split_draws_compile_for_hopper(tmp_path, kernel, law):
     here = window(law, 1, 2, 65536, dtype=torch.bfloat16)
     drawing = (here.logits, here.keys, here.slots, None, 0, here.numbers)
     check_compiles(tmp_path, split_draw, kernel, lambda: split_draw.split_draw_triton(*drawing, margins=True))
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+def test_the_step_of_jacobi_compiles_for_hopper(tmp_path, pictured):
+    """As of LlamaGen-XL, 24 x 24 tokens at window 32, guided; and of a clip with a picture drawn beforehand."""
+    tokens, numbers = torch.zeros(2, 3, 608, dtype=torch.long)[0], torch.ones(3, dtype=torch.long)
+    picture, steady = (tokens, None) if pictured else (None, tokens)
+    ahead, grid = None if pictured else numbers, (3, 4, 3) if pictured else (1, 24, 24)
+
+    def begin() -> Any:
+        return jacobi_step.open_window(tokens, tokens, numbers, steady, ahead, picture, 32, 12, 24)
+
+    check_compiles(tmp_path, jacobi_step, "_open_kernel", begin)
+    window = torch.zeros(3, 32, dtype=torch.long)
+    copies, near = torch.zeros(3, 12, dtype=torch.long), window > 0
+    counts = (numbers, numbers, tokens, numbers, steady, ahead, picture)
+
+    def end() -> Any:
+        drawn = (window, window, window, None if pictured else copies, near)
+        jacobi_step.close_window(tokens, *counts, *drawn, torch.tensor(1), 32, 576, 2 * pictured, grid)
+
+    check_compiles(tmp_path, jacobi_step, "_close_kernel", end)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

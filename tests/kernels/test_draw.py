@@ -3,6 +3,7 @@
 That the law itself is right is the matter of tests/samplers/core/test_law.py.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -27,7 +28,15 @@ def test_draws_what_the_samplers_draw(name):
         scores = here.target + here.noise.gumbel(here.slots, 130, stream, round)
         best = scores.sort(-1, descending=True).values
         assert torch.equal(again, tokens)
-        torch.testing.assert_close(margins, best[..., 0] - best[..., 1], rtol=0, atol=2e-5)
+        first, stop = here.numbers.first, here.numbers.stop
+        rows = here.logits[..., first:stop].flatten(0, 1).tolist()
+        largest = torch.tensor([max(abs(one) for one in row if math.isfinite(one)) for row in rows])
+        parts = largest.view(here.logits.shape[:2]).split(len(here.keys))
+        weights = (
+            (here.numbers.guidance_scale, abs(here.numbers.guidance_scale - 1)) if len(parts) > 1 else (1.0,)
+        )
+        units = sum(weight * row for weight, row in zip(weights, parts, strict=True))
+        torch.testing.assert_close(margins * units, best[..., 0] - best[..., 1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

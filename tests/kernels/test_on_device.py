@@ -240,11 +240,14 @@ def test_noise(dtype):
         SpeculativeJacobiSampler(6),
         SpeculativeJacobiSampler(6, "maximal", "exact"),
         SpeculativeJacobiSampler(6, "gumbel", "exact", "last_law"),
+        SpeculativeJacobiSampler(6, "maximal", "exact", drafts="repaired"),
+        SpeculativeJacobiSampler(6, initial_draft="up", graph=3),
         SpeculativeJacobiSampler(6, acceptance="grouped", relaxation={"code_distance": None}),
         SpeculativeJacobiSampler(6, acceptance="clustered", relaxation={"group_size": 3}),
     ],
     ids=lambda sampler: (
-        f"{type(sampler).__name__}-{sampler.config.get('acceptance')}-{sampler.config.get('coupling')}"
+        f"{type(sampler).__name__}-{sampler.config.get('acceptance')}-{sampler.config.get('coupling')}-"
+        f"{sampler.config.get('graph')}-{sampler.config.get('drafts')}"
     ),
 )
 def test_samplers_decode_on_the_device_as_on_the_cpu(sampler):

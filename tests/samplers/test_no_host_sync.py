@@ -39,6 +39,7 @@ from visual_spec.prototype.students.sampler import DistilledSampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 from visual_spec.samplers.orders.tables import order_of
@@ -64,6 +65,8 @@ from visual_spec.samplers.registry import (
     sampler_class,
 )
 
+# Operations that launch nothing: they allocate, or read a number of the host.
+FREE = ("empty", "new_empty", "empty_like", "scalar_tensor", "lift_fresh", "detach", "device")
 TARGET, EAGLE = (model.float() for model in eagle_pair())
 DRAFT = draft_model().float()
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)
@@ -208,6 +211,45 @@ def watch_labels(monkeypatch: Any, sampler: Any, *models: Any, law: TokenLaw = L
             given = {name: without_numbers(part) for name, part in parts.items()}
             labels = without_numbers(torch.tensor([1, 0, 2]))
             watch(monkeypatch, sampler, without_numbers(model), labels, law, **given)
+
+
+def test_a_call_of_the_default_takes_few_launches_beside_the_model(monkeypatch):
+    """Of kernels and of operations that compute; a draw from few slots is one operation and up to two launches.
+
+    A recording counts calls on the device, so that one `add_` stands for `full` there, and nobody copies the progress.
+    """
+    launches: list[list[str]] = []
+
+    class Counting(NoHost):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.__name__.partition(".")[0]
+            if counts and not func.is_view and name not in FREE:
+                launches[-1].append(name)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    counts = True
+    score, advance = Run.score, base.Sampler.advance
+
+    def uncounted(*given: Any) -> Any:
+        nonlocal counts
+        counts = False
+        try:
+            return score(*given)
+        finally:
+            counts = True
+
+    def counted(*given: Any) -> Any:
+        launches.append([])
+        return advance(*given)
+
+    monkeypatch.setattr(Run, "score", uncounted)
+    monkeypatch.setattr(base.Sampler, "advance", counted)
+    monkeypatch.setattr(f"{__name__}.NoHost", Counting)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "gives_logprobs", False)
+    watch_pictures(monkeypatch, SpeculativeJacobiSampler(4), None, LAW)
+    logits = ["bitwise_not", "where", "amin", "minimum"]  # what defines no law is remembered
+    expected = ["jacobi_open", "draw", *logits, "lt", "full", "jacobi_close", "clone"]
+    assert launches[-1] == launches[-2] == expected
 
 
 # Every sampler computes its laws by the same function, so one of a kind tries another law.

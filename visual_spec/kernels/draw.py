@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from visual_spec.kernels.launch import launcher, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import launcher, most_registers, on_gpu, rows_of_numbers, triton
 from visual_spec.kernels.law import (
     TILE,
     WARPS,
@@ -32,6 +32,7 @@ from visual_spec.kernels.law import (
     finite_reference,
     kernel_numbers,
     kernel_switches,
+    largest_reference,
     law_reference,
     tiles,
 )
@@ -57,7 +58,8 @@ def draw(
         slots: int64 [B, W], the slots that the positions predict.
         law: turns logits into laws.
         stream, round: address of the noise; the round is an int, or an int64 tensor of shape [] on the device.
-        margins: also return by how much the best score exceeds the second best.
+        margins: also return by how much the best score exceeds the second best, in units of the largest logit, that of
+            both rows as guidance enlarges them (`law.largest_reference`): rounding moves scores by so much.
 
     Returns:
         Tokens, long [B, W], always within the allowed ids; BoolTensor [B, W], False where the logits define no law
@@ -113,6 +115,9 @@ def draw_reference(
     at = 0 if round is None else round
     if margins:
         tokens, margin = race_reference(target, keys, slots, stream, at)
+        inside = logits[..., law.first : law.stop]
+        largest = largest_reference(inside, law.guided, law.guidance_scale)
+        margin = torch.where(margin > 0, margin / largest, margin)
     else:
         tokens = categorical_reference(target, keys, slots, stream, at)
         margin = target.new_empty(0)
@@ -172,6 +177,7 @@ def whole_draw_triton(
             tokens, finite, margin, logits, keys.contiguous(), slots, slots if round is None else round, *slots.shape,
             logits.stride(0), logits.stride(1), *kernel_numbers(law), STREAM=stream, ROUNDS=round is not None,
             MARGINS=margins, **kernel_switches(law), TILE=TILE, TILES=tiles(law, TILE), num_warps=WARPS,
+            **(most_registers(_draw_kernel, 80) if margins else {}),
         )  # fmt: skip
     return tokens, finite, margin
 
@@ -179,7 +185,15 @@ def whole_draw_triton(
 if triton is not None:
     from triton import language as tl
 
-    from visual_spec.kernels.law import filter_law, guided_logits, is_finite, logits_row, tile_ids
+    from visual_spec.kernels.law import (
+        filter_law,
+        guided_logits,
+        is_finite,
+        largest_of,
+        logits_row,
+        relative,
+        tile_ids,
+    )
     from visual_spec.kernels.philox import log_exponential, uniform_tile
 
     @triton.jit
@@ -247,6 +261,8 @@ if triton is not None:
         soonest = infinity
         second = infinity
         winner = -1
+        largest = 0.0
+        largest_without = 0.0
         for tile in range(TILES):
             start = first // 4 * 4 + tile * TILE
             ids = tile_ids(start, BLOCKS)
@@ -258,6 +274,8 @@ if triton is not None:
                 scores = tl.where(scores >= least, scores, -infinity)
             uniform = uniform_tile(key, slot, at_round, start, STREAM, BLOCKS)
             if MARGINS:
+                largest = tl.maximum(largest, largest_of(seen_here))
+                largest_without = tl.maximum(largest_without, largest_of(other_here))
                 soonest, second, winner = race_of_two(uniform, scores, ids, soonest, second, winner)
             else:
                 soonest, winner = race(uniform, scores, ids, soonest, winner, True)
@@ -265,4 +283,4 @@ if triton is not None:
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
         tl.store(finite + place, is_finite(seen, other))
         if MARGINS:
-            tl.store(margin + place, second - soonest)
+            tl.store(margin + place, relative(second - soonest, largest, largest_without, scale, GUIDED))

@@ -80,6 +80,13 @@ def early_launch(kernel: Any, wanted: bool, device: torch.device) -> dict[str, A
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
 
+def most_registers(kernel: Any, count: int) -> dict[str, int]:
+    """Return the arguments of a kernel whose threads may take so many registers, where the assembler would give fewer
+    and spill. Tracers do not know how to ask for more.
+    """
+    return {"maxnreg": count} if launcher(kernel) is kernel else {}
+
+
 def rows_of_numbers(values: Tensor) -> Tensor:
     """Return the values with adjacent numbers of a row adjacent in memory."""
     return values if values.stride(-1) == 1 else values.contiguous()

@@ -104,6 +104,20 @@ def finite_reference(logits: Tensor, law: LawNumbers) -> Tensor:
     return ~(torch.stack(bad.chunk(2)).any(0) if law.guided else bad)
 
 
+def largest_reference(logits: Tensor, guided: bool, scale: float) -> Tensor:
+    """Return the largest finite logit in absolute value, of both rows as far as guidance enlarges them: [B, ...].
+
+    Args:
+        logits: [R, ..., V], raw, of the allowed ids.
+        guided, scale: whether there are unconditional rows, and the guidance scale.
+    """
+    largest = logits.masked_fill(~logits.isfinite(), 0).abs().amax(-1).float()  # [R, ...]
+    if not guided:
+        return largest
+    conditional, unconditional = largest.chunk(2)
+    return scale * conditional + abs(scale - 1) * unconditional
+
+
 def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers, *, finite: bool = False) -> Tensor:
     """Return logits [B, W, V] under guidance, from logits [2B, W, V]; the others as in `law_reference`."""
     conditional, unconditional = logits.chunk(2)  # [B, W, V] each
@@ -377,6 +391,19 @@ if triton is not None:
                 limit = top_p * mass_from(row, least, peak, GUIDED, TILE, TILES)
                 least = least_kept(row, least, peak, limit, True, GUIDED, TILE, TILES)
         return least, peak, best
+
+    @triton.jit
+    def largest_of(seen):
+        """Return the largest absolute value of a tile from `guided_logits`, of what is finite."""
+        size = tl.where(tl.abs(seen) < float("inf"), tl.abs(seen), 0.0)
+        return tl.max(tl.max(size, 1), 0)
+
+    @triton.jit
+    def relative(margin, largest, largest_without, scale, GUIDED: tl.constexpr):
+        """Return a margin in units of the largest logit, of both rows as guidance enlarges them."""
+        if GUIDED:
+            largest = scale * largest + tl.abs(scale - 1.0) * largest_without
+        return tl.where(margin > 0, margin / largest, margin)
 
     @triton.jit
     def is_finite(seen, other):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.launch import launcher, rows_of_numbers, triton
+from visual_spec.kernels.launch import launcher, most_registers, rows_of_numbers, triton
 from visual_spec.kernels.law import TILE, WARPS, LawNumbers, kernel_numbers, kernel_switches, tiles
 
 # Tokens of a program of the first launch, a multiple of 4 and a power of two, and its warps.
@@ -50,7 +50,7 @@ def split_draw_triton(
     count, chunks, switches = slots.numel(), tiles(law, CHUNK), kernel_switches(law)
     margin = torch.empty(slots.shape if margins else 0, dtype=torch.float32, device=slots.device)
     filtered = switches["TOP_K"] or switches["TOP_P"]
-    numbers = logits.new_empty(6, count, chunks, dtype=torch.float32)
+    numbers = logits.new_empty(8 if margins else 6, count, chunks, dtype=torch.float32)
     ids = logits.new_empty(2, count, chunks, dtype=torch.int32)
     # Score and time of every token, from the multiple of 4 at or before the first.
     raced = logits.new_empty(2, count if filtered else 0, chunks * CHUNK, dtype=torch.float32)
@@ -62,11 +62,11 @@ def split_draw_triton(
             MARGINS=margins, GUIDED=switches["GUIDED"], GREEDY=switches["GREEDY"], FILTERED=filtered, CHUNK=CHUNK,
             CHUNKS=chunks, num_warps=_CHUNK_WARPS,
         )  # fmt: skip
-        # The assembler would give one filter 32 registers and spill; tracers do not know how to ask for more.
-        enough = {"maxnreg": 64} if filtered and launcher(_merge_kernel) is _merge_kernel else {}
+        most = 96 if margins and switches["TOP_K"] and switches["TOP_P"] else 64
+        enough = most_registers(_merge_kernel, most) if filtered else {}
         launcher(_merge_kernel)[(count,)](
-            tokens, finite, margin, *between, law.first, law.stop, *kernel_numbers(law)[4:6], MARGINS=margins,
-            **{name: switches[name] for name in ("GREEDY", "TOP_K", "TOP_P")}, CHUNK=CHUNK, CHUNKS=chunks,
+            tokens, finite, margin, *between, law.first, law.stop, law.guidance_scale, *kernel_numbers(law)[4:6],
+            MARGINS=margins, **switches, CHUNK=CHUNK, CHUNKS=chunks,
             PADDED=1 << (chunks - 1).bit_length(), TILE=TILE, TILES=tiles(law, TILE),
             num_warps=WARPS if filtered else 1, **enough,
         )  # fmt: skip
@@ -76,7 +76,16 @@ def split_draw_triton(
 if triton is not None:
     from triton import language as tl
 
-    from visual_spec.kernels.law import guided_logits, is_finite, least_kept, logits_row, mass_from, tile_ids
+    from visual_spec.kernels.law import (
+        guided_logits,
+        is_finite,
+        largest_of,
+        least_kept,
+        logits_row,
+        mass_from,
+        relative,
+        tile_ids,
+    )
     from visual_spec.kernels.philox import log_exponential, uniform_tile
 
     @triton.jit
@@ -122,6 +131,8 @@ if triton is not None:
             if MARGINS:
                 second = tl.min(tl.min(tl.where(token == winner, infinity, time), 1), 0)
                 tl.store(numbers + 5 * slots_behind + to, second)
+                tl.store(numbers + 6 * slots_behind + to, largest_of(seen))
+                tl.store(numbers + 7 * slots_behind + to, largest_of(other))
             if FILTERED:
                 at = raced + to * CHUNK + (token - start)
                 tl.store(at, scores)
@@ -195,9 +206,9 @@ if triton is not None:
 
     @triton.jit
     def _merge_kernel(
-        tokens, finite, margin, raced, numbers, ids, first, stop, top_k, top_p, MARGINS: tl.constexpr,
-        GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-        PADDED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+        tokens, finite, margin, raced, numbers, ids, first, stop, scale, top_k, top_p, MARGINS: tl.constexpr,
+        GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr,
+        CHUNKS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ):  # fmt: skip
         """The winner of one slot from what the split kernel found in its chunks."""
         infinity = float("inf")
@@ -237,4 +248,9 @@ if triton is not None:
             )  # fmt: skip
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
         if MARGINS:
-            tl.store(margin + place, second - soonest)
+            largest = 0.0
+            largest_without = 0.0
+            if not GREEDY:
+                largest = tl.max(tl.load(numbers + 6 * slots_behind + at, mask=there, other=0.0), 0)
+                largest_without = tl.max(tl.load(numbers + 7 * slots_behind + at, mask=there, other=0.0), 0)
+            tl.store(margin + place, relative(second - soonest, largest, largest_without, scale, GUIDED))

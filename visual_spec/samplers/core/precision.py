@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from visual_spec.kernels.law import largest_reference
 from visual_spec.models.core.protocol import modules_of, owner_of
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -180,12 +181,7 @@ def rounding_of(logits: Tensor, law: TokenLaw, guided: bool, unit: float) -> Ten
     """
     if law.allowed is not None:
         logits = logits[..., slice(*law.allowed)]
-    largest = logits.masked_fill(logits.isinf(), 0).abs().amax(-1).float()  # [R, ...]
-    if guided:
-        conditional, unconditional = largest.chunk(2)
-        scale = law.guidance_scale
-        largest = scale * conditional + abs(scale - 1) * unconditional
-    return largest * unit / (law.temperature or 1.0)
+    return largest_reference(logits, guided, law.guidance_scale) * unit / (law.temperature or 1.0)
 
 
 def near_ties_of(scores: Tensor, noise: Tensor | None, rounding: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
+from visual_spec.models.core.settings import AUTO, COUNT, CallsAGraph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
 from visual_spec.samplers.core.checks import WIDTHS, Coupling, ExactWidth, Window
 from visual_spec.samplers.core.draft_chain import ChainSampler
@@ -38,7 +38,7 @@ from visual_spec.samplers.raster.jacobi_identical import (
     REPAIRED,
     UNKNOWN,
     USUAL,
-    repaired,
+    opened,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class SpeculativeJacobiSampler(ChainSampler):
             ("panned_frame").
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            replays them wherever possible. Completed samples then stay in the batch until it ends.
+            replays them wherever possible. Completed samples then stay in the batch until it ends. A number: so many
+            calls a graph, after which the host looks whether the samples are complete.
         exact_width: keep the promise of acceptance "identical" below float32 too. Every call of the model then has 32
             positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
             kernels. `AutoregressiveSampler(exact_width=True)` draws the same tokens for the same batch. A window
@@ -121,7 +122,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         acceptance: RelaxedAcceptance = "identical",
         initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
         relaxation: RelaxedNumbers = None,
-        graph: Graph = AUTO,
+        graph: CallsAGraph = AUTO,
         exact_width: ExactWidth = False,
         drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
         redrafts: Annotated[int, COUNT] = 12,
@@ -224,14 +225,9 @@ class SpeculativeJacobiSampler(ChainSampler):
             draft = redrafted(state, slots, carried, count, source)
             run.lap("draft")
         else:
-            newest = slots[:, :1] - 1
-            fed, at = (
-                torch.cat([state.tokens.gather(1, newest), carried.tokens], 1),
-                torch.cat([newest, slots], 1),
-            )
-            fed, replaced, _ = repaired(
-                state.tokens, state.inputs, state.lengths, fed, at, count, run.model.grid
-            )
+            now = opened(state, state.window, count, run.model.grid)
+            fed, replaced = now.fed, now.replaced
+            assert replaced is not None
             # A copy is a function of earlier tokens.
             rows, size = carried.label.rows, replaced.shape[1]
             rows = torch.cat([rows[:, :size].masked_fill(replaced, POINT_LAW), rows[:, size:]], 1)

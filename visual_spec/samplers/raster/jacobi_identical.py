@@ -19,16 +19,25 @@ the rest of this file is about good ones:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.launch import on_host
+from visual_spec.kernels.launch import on_gpu, on_host
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.samplers.core.checks import WIDTHS, device_of
-from visual_spec.samplers.core.drafts import LAST_LAW, UNIFORM, Draft, copied_slots, uniform_tokens
+from visual_spec.samplers.core.drafts import (
+    LAST_LAW,
+    LEFT,
+    PREVIOUS_FRAME,
+    UNIFORM,
+    UP,
+    Draft,
+    copied_slots,
+    uniform_tokens,
+)
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.state import Run, State
 
@@ -43,6 +52,7 @@ USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one pictu
 # save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
 _POSITIONS = 128
 UNKNOWN: Final = -1  # a slot that no call was fed
+_COPIES = {LEFT: 0, UP: 1, PREVIOUS_FRAME: 2}  # the drafts of new slots that the kernel knows, by its numbers
 _HALF: Final = 1 << 32  # more than any token and any place
 
 
@@ -110,54 +120,104 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
         from visual_spec.samplers.raster.autoregressive import plain_step
 
         return plain_step(run, state)
-    slots = state.next_slots(width)  # [B, W], the slots that are scored
-    at = slots - 1  # each is predicted after the token before it
-    held = fed = state.tokens.gather(1, at)  # the newest token, then drafts
-    copies = None
-    if state.drafter_cache is not None:
-        from visual_spec.samplers.raster.redrafting import Chosen, redrafted
-
-        source = Chosen(run, state, at[:, 1:], state.window, True, state.steady)
-        draft = redrafted(state, at[:, 1:], Draft(fed[:, 1:], None, "last call"), settings.redrafts, source)
-        fed = torch.cat([fed[:, :1], draft.tokens], 1)
-        run.lap("draft")
-    elif state.inputs is not None:
-        grid, picture = run.model.grid, state.picture
-        count, steady = settings.redrafts, None
-        if state.copies_ahead is not None and state.steady is not None:
-            steady = state.steady.gather(1, at) > 0
-        fed, _, copies = repaired(
-            state.tokens,
-            state.inputs,
-            state.lengths,
-            fed,
-            at,
-            count,
-            grid,
-            picture,
-            steady,
-            state.copies_ahead,
-        )
-
-    logits = run.score(state.cache, fed, at)  # [R, W, V]
+    if state.drafter_cache is None:
+        now = opened(state, width, settings.redrafts, run.model.grid)
+    else:
+        now = chosen(settings, run, state, width)
+    logits = run.score(state.cache, now.fed, now.at)  # [R, W, V]
     run.lap("model")
     state.round += 1
-    drawn, near = run.draw(logits, slots)  # [B, W] each
-    # A draw counts if all drafts before it are the tokens that were drawn there.
-    kept = (drawn[:, :-1] == fed[:, 1:]).long().cumprod(1).sum(1)
+    drawn, near = run.draw(logits, now.slots)  # [B, W] each
+    if state.drafter_cache is not None and hasattr(run.drafter, "observe"):
+        run.drafter.observe(state.drafter_cache, state.cache.features, now.at)
+    if not close(settings.initial_draft, run, state, now, drawn, near):
+        enter(settings.initial_draft, run, state, logits[:, -1:], now.slots[:, -1:])
+    run.lap("verify")
 
-    if copies is not None and state.copies_ahead is not None:
-        state.copies_ahead += copies_led(copies, held[:, 1:], drawn, kept + 1)
+
+class Window(NamedTuple):
+    """What a call is fed, long [B, W] each but for the last two.
+
+    Attributes:
+        at, held, fed: the slots that are fed, the tokens that stand there (the newest one, then drafts), and what is
+            fed in their place.
+        slots: the slots that are scored, each predicted after the token before it.
+        replaced, copies: of the first drafts, see `repaired`.
+    """
+
+    at: Tensor
+    held: Tensor
+    fed: Tensor
+    slots: Tensor
+    replaced: Tensor | None = None
+    copies: Tensor | None = None
+
+
+def opened(state: Any, width: int, count: int, grid: TokenGrid) -> Window:
+    """Return the next window of a state, with up to `count` drafts repaired."""
+    picture, ahead = getattr(state, "picture", None), getattr(state, "copies_ahead", None)
+    steady = None if ahead is None else state.steady
+    if state.inputs is not None and on_gpu(state.tokens):
+        from visual_spec.kernels.jacobi_step import open_window  # kernels are imported where they run
+
+        given = (state.tokens, state.inputs, state.lengths, steady, ahead, picture)
+        return Window(*open_window(*given, width, count, far_of(grid)))
+    slots = state.next_slots(width)
+    at = slots - 1
+    held = state.tokens.gather(1, at)
+    if state.inputs is None:
+        return Window(at, held, held, slots)
+    young = None if steady is None else steady.gather(1, at) > 0
+    given = (state.tokens, state.inputs, state.lengths, held, at, count, grid, picture, young, ahead)
+    fed, replaced, copies = repaired(*given)
+    return Window(at, held, fed, slots, replaced, copies)
+
+
+def chosen(settings: Any, run: Run, state: IdenticalState, width: int) -> Window:
+    """Return the next window, with drafts of a drafter where they are better."""
+    from visual_spec.samplers.raster.redrafting import Chosen, redrafted
+
+    slots = state.next_slots(width)
+    at = slots - 1
+    held = state.tokens.gather(1, at)
+    source = Chosen(run, state, at[:, 1:], state.window, True, state.steady)
+    draft = redrafted(state, at[:, 1:], Draft(held[:, 1:], None, "last call"), settings.redrafts, source)
+    run.lap("draft")
+    return Window(at, held, torch.cat([held[:, :1], draft.tokens], 1), slots)
+
+
+def close(
+    initial: str, run: Run, state: IdenticalState, now: Window, drawn: Tensor, near: Tensor | None
+) -> bool:
+    """Commit the draws of a call, and keep the others as drafts. Returns whether slots have entered the window, too."""
+    if on_gpu(drawn):
+        from visual_spec.kernels.jacobi_step import close_window
+        from visual_spec.kernels.law import as_round
+
+        direction = _COPIES.get(initial) if state.picture is None else _COPIES[LEFT]
+        before = None if state.end is None else state.lengths.clone()
+        judged = None if now.copies is None else state.copies_ahead
+        counts = (state.lengths, state.target_calls, state.commit_call, state.near_ties, state.steady)
+        call, grid = as_round(state.round, drawn), run.model.grid
+        close_window(
+            state.tokens, *counts, judged, state.picture, drawn, now.fed, now.held, now.copies, near, call,
+            state.window, run.num_tokens, direction, (grid.frames, grid.height, grid.width),
+        )  # fmt: skip
+        if state.end is not None and before is not None:
+            state.stop_at_ends(state.end, now.slots, before, run.num_tokens)
+        return direction is not None
+    slots = now.slots
+    # A draw counts if all drafts before it are the tokens that were drawn there.
+    kept = (drawn[:, :-1] == now.fed[:, 1:]).long().cumprod(1).sum(1)
+    if now.copies is not None and state.copies_ahead is not None:
+        state.copies_ahead += copies_led(now.copies, now.held[:, 1:], drawn, kept + 1)
     if state.steady is not None:
-        if state.drafter_cache is not None and hasattr(run.drafter, "observe"):
-            run.drafter.observe(state.drafter_cache, state.cache.features, at)
         same = state.tokens.gather(1, slots) == drawn
         age = (state.steady.gather(1, slots) + 1).clamp_(max=2)
         state.steady.scatter_(1, slots, age.mul_(same))
     state.tokens.scatter_(1, slots, drawn)
     state.commit(slots, kept + 1, run.num_tokens, near)
-    enter(settings.initial_draft, run, state, logits[:, -1:], slots[:, -1:])
-    run.lap("verify")
+    return False
 
 
 def window_of_rows(rows: int, device_type: str = "cpu") -> int:
@@ -240,7 +300,7 @@ def repaired(
         is less; and the copies of steady drafts, long [B, n], where they are other tokens, `UNKNOWN` elsewhere; None
         where there are none.
     """
-    back = grid.width if grid.frames == 1 else grid.height * grid.width
+    back = far_of(grid)
     young = None if steady is None or ahead is None else ~steady | (ahead > 0)[:, None]
     if not on_host(fed):
         return _repaired_at_once(tokens, inputs, lengths, fed, at, count, back, picture, steady, young)
@@ -274,6 +334,11 @@ def repaired(
                     new[place + 1], marks[row, place] = copy, True
     inputs.scatter_(1, at, fed)
     return fed, replaced, copies
+
+
+def far_of(grid: TokenGrid) -> int:
+    """Slots from a token to its far neighbour: the one above; in a video the same place a frame earlier."""
+    return grid.width if grid.frames == 1 else grid.height * grid.width
 
 
 def copies_led(copies: Tensor, drafts: Tensor, drawn: Tensor, num_final: Tensor) -> Tensor:
