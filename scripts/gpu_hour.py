@@ -98,7 +98,7 @@ def _jobs() -> list[Job]:
     for model, text, graph in product(
         ("llamagen-xl-t2i", "janus-pro-7b"),
         ("autoregressive:", "speculative-jacobi:window=32,"),
-        ("false", "true"),
+        ("false", "true", "4"),  # 4: so many calls a graph
     ):
         name = f"profile-{model}-{text.split(':')[0]}-graph-{graph}"
         options = f"benchmarks.sizes profile --size {model} --sampler {text}graph={graph}"

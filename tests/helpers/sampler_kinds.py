@@ -295,7 +295,7 @@ REFUSED: dict[str, list[Any]] = {
         "exact_width adaptive measure as_released allow_approximate filtered_score second_draw greedy later_noise ramp "
         "smooth".split(), _FLAG,
     ),
-    "graph": ["no", 1],
+    "graph": ["no", 0, 65, 1.5],
     "steps": [*_COUNT, (), (4, 0)],
     "order": ["spiral", 3, [], [0, True], ["0"]],
     **dict.fromkeys("num_drafts num_drafters".split(), [-1, 1.5, True, "8"]),

@@ -135,6 +135,37 @@ def test_recorded_calls_give_the_same_tokens_and_are_recorded_once(recordings, n
     assert len(recordings) == 3  # of another law
 
 
+@pytest.mark.parametrize("name", ["plain", "identical", "gumbel"])
+def test_several_calls_a_graph_give_the_same_tokens(recordings, name):
+    """The host looks after every fifth call. Plain decoding, whose calls are known, makes the last ones one by one."""
+    model, sampler = tiny_transformer(), SAMPLERS[name]
+    plain, five = (type(sampler).from_config(sampler.config, graph=graph) for graph in (False, 5))
+    for seed in (3, 40, 500):
+        seen: list[int] = []
+        found = draw(five, model, seed, callback=lambda call, lengths: seen.append(call))  # noqa: B023
+        eager = draw(plain, model, seed)
+        assert found.tokens.equal(eager.tokens)
+        assert found.trace.target_calls.equal(eager.trace.target_calls)
+        assert found.trace.commit_call.equal(eager.trace.commit_call)
+        # The first call of all runs as it is, so that what it needs is compiled.
+        begin, calls = (1 if seed == 3 else 0), int(eager.trace.target_calls.max()) - 1
+        if name == "plain":
+            by_five = list(range(begin, calls + 1, 5))
+            assert seen == [*range(begin), *by_five, *range(by_five[-1] + 1, calls + 1)]
+        else:
+            assert seen == [*range(begin), *range(begin, calls + 5, 5)][: len(seen)] and seen[-1] >= calls
+    # The prefill, calls by five, and of plain decoding single ones.
+    assert len(recordings) == (3 if name == "plain" else 2)
+
+
+def test_several_calls_a_graph_have_one_window():
+    auto = "graph=2 with window='auto'.*pass graph='auto'"
+    refuses(ValueError, auto, SpeculativeJacobiSampler, "auto", graph=2)
+    for wrong in (0, 65):
+        allowed = f"graph={wrong}; pass an integer from 1 to 64, or True or False, or 'auto'"
+        refuses(ValueError, allowed, AutoregressiveSampler, graph=wrong)
+
+
 @pytest.mark.parametrize("name", [*SAMPLERS, *COLUMN_SAMPLERS])
 def test_recorded_calls_keep_log_probabilities(recordings, monkeypatch, name):
     """Also of the second and third decode, which find the recording; a decode without them has one of its own."""
@@ -302,7 +333,7 @@ def test_a_recording_for_each_width_that_the_policy_asks_for(recordings, monkeyp
         assert found.tokens.equal(want.tokens)
     (known,) = graph._RECORDINGS.values()
     (recording,) = known.values()
-    assert len(recordings) == 3 + 1 and set(recording.replays) == {4, 8, 64}
+    assert len(recordings) == 3 + 1 and set(recording.replays) == {(4, 1), (8, 1), (64, 1)}
 
 
 def test_a_fixed_window_is_not_the_last_one_that_a_policy_chose(recordings, monkeypatch):

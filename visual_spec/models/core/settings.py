@@ -97,7 +97,7 @@ Share = Annotated[float, SHARE]
 AUTO = "auto"
 # Refuses a setting by its name, its value and all settings of the constructor.
 Check = Callable[[str, Any, Mapping[str, Any]], None]
-Graph = Annotated[bool | str, OneOf((AUTO,))]
+Graph = Annotated[bool | int | str, OneOf((AUTO,)), Within(1, 64)]  # a number: calls of one graph, True is 1
 
 
 @dataclass(frozen=True)

@@ -376,8 +376,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 the noise itself.
             callback: called after every target call with the call's index (the prefill is 0) and the number of
                 committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
-                call late, so it may call back once more after the last commit. If it returns `STOP`, the decode ends
-                there: `trace.commit_call` is -1 at slots that are not committed, whose tokens mean nothing.
+                call late, so it may call back once more after the last commit; where a graph holds several calls, it
+                calls back after each replay. If it returns `STOP`, the decode ends there: `trace.commit_call` is -1 at
+                slots that are not committed, whose tokens mean nothing.
             output_logprobs: keep log-probabilities of the tokens in the trace, see `DecodeTrace.logprobs`.
             parts: the arguments listed by `takes`. `drafter`: the drafting model. `drafter_condition`: what the
                 drafter's `prefill` takes, if not `condition`. `codebook`: [V, D], the code of every token as the
@@ -415,9 +416,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
 
 def decode(
-    sampler: Sampler, run: Run, state: Any, advance: Callable[[], None], callback: Callback | None
+    sampler: Sampler, run: Run, state: Any, advance: Callable[[], int | None], callback: Callback | None
 ) -> SampleResult:
-    """Call `advance`, one step on `state`, until every sample is complete; then build the result."""
+    """Call `advance`, one step on `state` or as many as it returns, until all samples are complete; give the result."""
     active, on_host, watcher = ActiveSamples(state), HostCopy(), WATCHER.get()
     # Completed samples stay in a batch whose steps were recorded, and where all calls have one shape.
     shrinks = not isinstance(state.round, Tensor) and run.fixed_width is None and active.can_shrink
@@ -454,8 +455,7 @@ def decode(
                 if shrinks and 8 * count >= len(ended):
                     active.leave(ended, progress, run.law, run.noise)
                     on_host = HostCopy()
-        advance()
-        steps += 1
+        steps += advance() or 1
     return _result(sampler, run, state, active, cut=stopped and steps != run.num_calls)
 
 

@@ -45,6 +45,11 @@ def _check_window(name: str, window: int | str | None, settings: Mapping[str, An
             f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
             "tokens of a seed. Pass acceptance='identical', or a number."
         )
+    graph = settings.get("graph")
+    if window == AUTO and type(graph) is int and graph > 1:
+        raise ValueError(
+            f"graph={graph} with window='auto', which chooses the window of every call; pass graph='auto'."
+        )
 
 
 def _check_exact_width(name: str, exact_width: bool, settings: Mapping[str, Any]) -> None:
@@ -161,8 +166,10 @@ def check_text_law(sampler: Any, model: Any, law: Any) -> None:
             f"{name} decodes no laws that read the tokens before the slot ({given}); use AutoregressiveSampler or "
             "SpeculativeJacobiSampler without a drafter."
         )
-    if sampler.config.get("graph") is True:
-        raise ValueError(f"graph=True with {given}: such calls are not recorded. Pass graph='auto'.")
+    if sampler.config.get("graph", False) not in (False, AUTO):
+        raise ValueError(
+            f"graph={sampler.config.graph} with {given}: such calls are not recorded. Pass graph='auto'."
+        )
     if law.end is not None and law.end >= model.vocab_size:
         raise ValueError(f"end={law.end}; pass a token of the vocabulary of {model.vocab_size}.")
 
@@ -189,24 +196,24 @@ def device_of(model: Any) -> torch.device:
     return torch.device(getattr(model, "device", None) or getattr(next(weights, None), "device", "cpu"))
 
 
-def wants_graph(graph: bool | str, model: Any) -> bool:
+def wants_graph(graph: bool | int | str, model: Any) -> bool:
     """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 
     Raises:
-        ValueError: `graph` is True, but the device is not CUDA, or the model is moved between devices.
+        ValueError: `graph` is True or a number, but the device is not CUDA, or the model is moved between devices.
     """
     if graph is False:
         return False
     device = device_of(model)
     if device.type != "cuda":
-        if graph is True:
-            raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
+        if graph != AUTO:
+            raise ValueError(f"graph={graph} on {device}: only CUDA records graphs; pass graph='auto'.")
         return False
     if any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules()):
-        if graph is True:
+        if graph != AUTO:
             raise ValueError(
-                "graph=True for a model that is offloaded: a graph knows weights by their address. Keep the model on "
-                "the device, or pass graph='auto'."
+                f"graph={graph} for a model that is offloaded: a graph knows weights by their address. Keep the model "
+                "on the device, or pass graph='auto'."
             )
         return False
     return True
@@ -286,14 +293,15 @@ class CheckedLaw:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
         if not slots.shape[1]:
             return
-        repeats = bad.shape[0] // slots.shape[0]
-        bad = bad & (slots < self.num_tokens).repeat(repeats, 1)
-        at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
-        first = at.amin(1).view(repeats, -1).amin(0)  # [samples still decoded]
+        bad = bad.view(-1, *slots.shape).any(0) if len(bad) > len(slots) else bad
+        # [samples still decoded]; slots past the grid come after all others.
+        first = torch.where(bad, slots, self.num_tokens).amin(1)
         if self._first_bad is None:
             self._first_bad = torch.full_like(first, self.num_tokens)
-        here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
-        self._first_bad.scatter_reduce_(0, here, first, "amin")
+        if self._samples is None:
+            torch.minimum(self._first_bad, first, out=self._first_bad)
+        else:
+            self._first_bad.scatter_reduce_(0, self._samples, first, "amin")
 
     def finish(self) -> None:
         """Raise the error that was deferred.

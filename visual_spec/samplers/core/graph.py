@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
+from visual_spec.models.core.settings import AUTO
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import Stopwatch
@@ -57,7 +58,7 @@ class Recording:
         parts: the parts of the first decode; later ones are copied over them.
         weights: addresses of the models' weights. A graph is valid only for these addresses.
         shapes: shapes of the tensors of the parts.
-        replays: {width of the state: function that replays the graph; None where recording failed}.
+        replays: {width of the state, calls of the graph: function that replays it; None where recording failed}.
         steps: the recorded steps. Graphs read what these hold, such as tables, by address.
         memory: the memory pool that all graphs share.
         prefill: the model's, where it can be recorded.
@@ -66,7 +67,7 @@ class Recording:
     parts: Parts
     weights: tuple[Any, ...]
     shapes: tuple[Any, ...]
-    replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
+    replays: dict[tuple[int | None, int], Callable[[], Any] | None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     memory: Any = None
     prefill: Prefill | None = None
@@ -91,13 +92,14 @@ def begin_recorded(
     parts: dict[str, Any],
     prefills: bool,
     output_logprobs: bool = False,
-) -> tuple[Any, Any, Callable[[], None]]:
+) -> tuple[Any, Any, Callable[[], int | None]]:
     """Begin a decode of a sampler whose steps are recorded, where they can be.
 
-    Returns its run and state, and what makes one call: a replay, or the step itself. `prefills`: whether the sampler's
+    Returns its run and state, and what makes calls: a replay, or the step itself. `prefills`: whether the sampler's
     prefill is the model's own, which can be recorded, too.
     """
-    strict = sampler.config.graph is True
+    graph = sampler.config.graph
+    strict = graph not in (False, AUTO)
     # What a recording depends on. Only the prefill uses `drafter_condition`.
     others = [part for name, part in parts.items() if name != "drafter_condition"]
     key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), output_logprobs, *others)
@@ -124,7 +126,8 @@ def begin_recorded(
 
     state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
     run.noise.keep = 0  # later decodes write their keys over these
-    given = dict(drafter=run.drafter, prefill=prefill, strict=strict)
+    calls = graph if type(graph) is int else 1
+    given = dict(drafter=run.drafter, prefill=prefill, strict=strict, calls=calls, planned=run.num_calls)
     (state, run.law, run.noise), advance = recorded(
         model, key, call, (state, run.law, run.noise), run.watch, **given
     )
@@ -214,10 +217,13 @@ def recorded(
     drafter: Any = None,
     prefill: Prefill | None = None,
     strict: bool = False,
-) -> tuple[Parts, Callable[[], None]]:
-    """Move a decode to the addresses of a recording. Returns its parts there, and a function that makes one call.
+    calls: int = 1,
+    planned: int | None = None,
+) -> tuple[Parts, Callable[[], int]]:
+    """Move a decode to the addresses of a recording. Returns its parts there, and a function that makes calls.
 
-    The first call of each width runs unrecorded, so that everything is compiled. Then the step is recorded.
+    The first call of each width runs unrecorded, so that everything is compiled. Then the step is recorded. The
+    function returns how many calls it has made.
 
     Args:
         key: hashable; everything that the step depends on, except the models and the tensors of the parts.
@@ -226,6 +232,8 @@ def recorded(
         watch: times the replayed calls, as phase "step".
         drafter, prefill: another model that the step calls; what `prefilled` returned.
         strict: raise if recording fails. False: warn, and continue without a graph.
+        calls: of a graph. Complete samples make those after their last one, too, which changes nothing.
+        planned: how many calls there are in all, where that is known: none is made beyond.
 
     Raises:
         TypeError: a model's state does not say what its buffers are.
@@ -249,18 +257,23 @@ def recorded(
             recording.parts[0].width = state.width  # a window policy may have changed it
     known[key] = recording
     _make_room(device, recording)
-    fixed_parts = recording.parts
+    fixed_parts, made = recording.parts, 0
 
-    def advance() -> None:
-        width = getattr(fixed_parts[0], "width", None)
-        replay = recording.replays.get(width)
+    def advance() -> int:
+        nonlocal made
+        count = calls if planned is None or planned - made >= calls else 1
+        kind = getattr(fixed_parts[0], "width", None), count
+        replay = recording.replays.get(kind)
         if replay is not None:
             replay()
             watch.lap("step", device)
-            return
-        step_in_place(step, fixed_parts)
-        if width not in recording.replays:
-            recording.replays[width] = _record(step, recording, strict)
+        else:
+            count = 1
+            step_in_place(step, fixed_parts)
+            if kind not in recording.replays:
+                recording.replays[kind] = _record(step, recording, strict, kind[1])
+        made += count
+        return count
 
     return fixed_parts, advance
 
@@ -281,13 +294,16 @@ def step_in_place(step: Step, parts: Parts) -> None:
         setattr(_follow(parts, path[:-1]), path[-1], fixed)
 
 
-def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
-    """Return a function that replays a step of the recording; None if it cannot be recorded. Computes nothing."""
+def _record(step: Step, recording: Recording, strict: bool, calls: int) -> Callable[[], Any] | None:
+    """Return a function that replays steps of the recording; None if they cannot be recorded. Computes nothing."""
     before, replay = list(_places(recording.parts)), None
+
+    def run() -> None:
+        for _ in range(calls):
+            step_in_place(step, recording.parts)
+
     try:
-        replay, recording.memory = _tried(
-            lambda: step_in_place(step, recording.parts), recording.memory, "a call", strict
-        )
+        replay, recording.memory = _tried(run, recording.memory, "a call", strict)
     finally:
         if replay is None:
             for path, fixed in before:

@@ -68,6 +68,8 @@ def draw_near(
         numbers = law.numbers(logits, slots, guided)
         tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
         law.remember(~finite, slots)
+        if law.law.temperature:  # in units of the largest logit
+            return tokens, margin < 2 * unit / law.law.temperature
     else:
         tokens, margin = noise.race(law(logits, slots, guided), slots, TOKEN)
     if law.law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
@@ -186,7 +188,7 @@ class Run:
     view: Any = TOKENS
     end: int | None = None
     num_calls: int | None = None
-    pace: Callable[[Callable[[], None], Run, Any], Callable[[], None]] | None = None
+    pace: Callable[[Callable[[], Any], Run, Any], Callable[[], Any]] | None = None
     guided: bool = False
     tables: dict[str, Tensor] = field(default_factory=dict)
     cache: Any = None
@@ -322,7 +324,7 @@ class State:
             **more,
         )
         if state.end is not None:
-            state._stop_at_ends(state.end, slots, torch.zeros_like(state.lengths), run.num_tokens)
+            state.stop_at_ends(state.end, slots, torch.zeros_like(state.lengths), run.num_tokens)
         return state
 
     @classmethod
@@ -351,9 +353,9 @@ class State:
         self.target_calls += self.lengths < num_tokens
         before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
         if self.end is not None:
-            self._stop_at_ends(self.end, slots, before, num_tokens)
+            self.stop_at_ends(self.end, slots, before, num_tokens)
 
-    def _stop_at_ends(self, end: int, slots: Tensor, before: Tensor, num_tokens: int) -> None:
+    def stop_at_ends(self, end: int, slots: Tensor, before: Tensor, num_tokens: int) -> None:
         """Complete the rows that committed an end: what follows it holds ends, which no call committed.
 
         Args:

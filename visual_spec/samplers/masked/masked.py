@@ -52,7 +52,7 @@ class MaskedSampler(Sampler):
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
-        graph: replay the model's calls as CUDA graphs (`RecordedCalls`). "auto": wherever possible.
+        graph: replay the model's calls as CUDA graphs (`RecordedCalls`), one by one. "auto": wherever possible.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `Dependence`. The trace reports it; its time does not count as decoding.
         schedule: how many tokens stay hidden.

@@ -18,7 +18,7 @@ class AutoregressiveSampler(Sampler):
 
     Args:
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            replays them wherever possible.
+            replays them wherever possible. A number: so many calls a graph, with fewer stops of the host between them.
         exact_width: call the model with the 32 positions of which every call with this setting has, though one counts:
             the reference for samplers with `exact_width` (see `SpeculativeJacobiSampler`).
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visual_spec.kernels.law import POINT_LAW
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.settings import AUTO, COUNT, CallsAGraph, OneOf, register_to_config
+from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
 from visual_spec.samplers.core.checks import WIDTHS, Coupling, ExactWidth, Window
 from visual_spec.samplers.core.draft_chain import ChainSampler
@@ -122,7 +122,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         acceptance: RelaxedAcceptance = "identical",
         initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
         relaxation: RelaxedNumbers = None,
-        graph: CallsAGraph = AUTO,
+        graph: Graph = AUTO,
         exact_width: ExactWidth = False,
         drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
         redrafts: Annotated[int, COUNT] = 12,

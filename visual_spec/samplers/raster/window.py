@@ -139,7 +139,7 @@ class WindowPolicy:
 
 
 def adaptive(
-    advance: Callable[[], None],
+    advance: Callable[[], Any],
     run: Run,
     state: Any,
     clock: Callable[[], float] = time.perf_counter,
