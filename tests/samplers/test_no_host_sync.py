@@ -228,7 +228,7 @@ def test_a_call_of_the_default_takes_few_launches_beside_the_model(monkeypatch):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     counts = True
-    score, advance = Run.score, base.Sampler.advance
+    score, step = Run.score, SpeculativeJacobiSampler.step
 
     def uncounted(*given: Any) -> Any:
         nonlocal counts
@@ -240,10 +240,10 @@ def test_a_call_of_the_default_takes_few_launches_beside_the_model(monkeypatch):
 
     def counted(*given: Any) -> Any:
         launches.append([])
-        return advance(*given)
+        return step(*given)
 
     monkeypatch.setattr(Run, "score", uncounted)
-    monkeypatch.setattr(base.Sampler, "advance", counted)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", counted)
     monkeypatch.setattr(f"{__name__}.NoHost", Counting)
     monkeypatch.setattr(SpeculativeJacobiSampler, "gives_logprobs", False)
     watch_pictures(monkeypatch, SpeculativeJacobiSampler(4), None, LAW)

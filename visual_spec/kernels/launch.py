@@ -32,6 +32,11 @@ def on_gpu(tensor: Tensor) -> bool:
     return triton is not None and tensor.device.type == "cuda"
 
 
+def fits(logits: Tensor) -> bool:
+    """Return whether the kernels of laws, which compute in float32, take these logits."""
+    return on_gpu(logits) and logits.dtype != torch.float64
+
+
 def fused(activations: Tensor) -> bool:
     """Return whether the kernels of a network's layers take these: on a GPU, not float64, and without gradients.
 

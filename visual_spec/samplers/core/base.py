@@ -169,27 +169,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Make one call of the model and update `state`, without host synchronisation on CUDA."""
         raise NotImplementedError
 
-    def advance(self, run: Run, state: Any) -> None:
-        """Make one call, `step`, and keep the log-probabilities of what it commits where they are asked for."""
-        if not run.keeps_scores:
-            return self.step(run, state)
-        from visual_spec.samplers.core.logprobs import keep  # where it is asked for
-
-        before = self.committed(run, state)
-        self.step(run, state)
-        if run.scored is not None:  # else the method has written them
-            keep(run, state, self.committed(run, state) & ~before)
-
-    def prepared(self, run: Run, output_logprobs: bool = False) -> Any:
-        """Return the state after the prefill, which keeps log-probabilities where they are asked for."""
-        run.keeps_scores = output_logprobs
-        state = self.prepare(run)
-        if output_logprobs and state.logprobs is None:  # else the method writes them itself
-            from visual_spec.samplers.core.logprobs import begin
-
-            begin(run, state, self.committed(run, state) if self.counts_prefill else None)
-        return state
-
     # -- what a method may override
 
     @property
@@ -408,8 +387,13 @@ class Sampler(SchedulerMixin, ConfigMixin):
             )
         else:
             run = self.begin(model, condition, law, keys, watch, noise=own, **parts)
-            state = self.prepared(run, output_logprobs)
-            advance = partial(self.advance, run, state)
+            run.keeps_scores = output_logprobs
+            state, step = self.prepare(run), self.step
+            if output_logprobs:
+                from visual_spec.samplers.core.logprobs import keeping  # where they are asked for
+
+                step = keeping(self, run, state)
+            advance = partial(step, run, state)
         if run.pace is not None:
             advance = run.pace(advance, run, state)
         return decode(self, run, state, advance, callback)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
 from visual_spec.models.core.settings import AUTO
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
+from visual_spec.samplers.core.logprobs import keeping
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import Stopwatch
 
@@ -115,14 +116,16 @@ def begin_recorded(
 
     instead = by_recording if prefills and can_record_prefill(model) else None
     run = sampler.begin(model, condition, law, keys, watch, prefill=instead, **parts)
-    state = sampler.prepared(run, output_logprobs)
+    run.keeps_scores = output_logprobs
+    state = sampler.prepare(run)
+    make_call = keeping(sampler, run, state) if output_logprobs else sampler.step
     if not strict and not can_record(state):
-        return run, state, partial(sampler.advance, run, state)
+        return run, state, partial(make_call, run, state)
     # The recording outlives this decode. Of the prefill it reads only what the state holds.
     lasting = replace(run, condition=None, cache=None)
 
     def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
-        sampler.advance(replace(lasting, cache=state.cache, law=law, noise=noise), state)
+        make_call(replace(lasting, cache=state.cache, law=law, noise=noise), state)
 
     state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
     run.noise.keep = 0  # later decodes write their keys over these

@@ -7,6 +7,7 @@ token has its own; tokens that the pattern forces have 0. Nothing waits for the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,20 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import wide
 from visual_spec.samplers.core.state import Run
+
+
+def keeping(sampler: Any, run: Run, state: Any) -> Callable[[Run, Any], None]:
+    """Return the step of a sampler that also writes the log-probabilities of what it commits."""
+    if state.logprobs is None:  # else the method writes them itself
+        begin(run, state, sampler.committed(run, state) if sampler.counts_prefill else None)
+
+    def step(run: Run, state: Any) -> None:
+        before = sampler.committed(run, state)
+        sampler.step(run, state)
+        if run.scored is not None:  # else the method has written them
+            keep(run, state, sampler.committed(run, state) & ~before)
+
+    return step
 
 
 def begin(run: Run, state: Any, committed: Tensor | None) -> None:

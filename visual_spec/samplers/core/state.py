@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.launch import nowhere, on_gpu
+from visual_spec.kernels.launch import fits, nowhere
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.checks import CheckedLaw, check_returned
@@ -33,11 +33,6 @@ SO_FAR: ContextVar[Callable[[], Any]] = ContextVar("SO_FAR")
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
-
-
-def fits(logits: Tensor) -> bool:
-    """Return whether the kernels, which compute in float32, take these logits."""
-    return on_gpu(logits) and logits.dtype != torch.float64
 
 
 def draw_tokens(
@@ -91,9 +86,6 @@ class TokenView:
 
     codebooks = 1
     carries_drafts = False  # whether an initial draft copies a draft that was drawn just now
-
-    def to(self, device: torch.device) -> None:
-        """Move the tables that a view holds."""
 
     def opened(self, run: Run, slots: Tensor, length: int) -> Tensor:
         """Return the tokens of `length` slots, 0 but at `slots [B, 1]`, which are drawn from the prefill's logits."""
@@ -207,7 +199,7 @@ class Run:
         self.device = cache.device if hasattr(cache, "device") else cache.logits.device
         self.guided = getattr(cache, "guided", False)
         self.lap = partial(self.watch.lap, device=self.device)
-        if self.view is not None:
+        if hasattr(self.view, "to"):  # it holds tables
             self.view.to(self.device)
 
     def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:

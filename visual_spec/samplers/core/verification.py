@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.launch import fits
 from visual_spec.samplers.core.acceptance import (
     EXACT,
     AcceptanceRule,
@@ -29,7 +30,7 @@ from visual_spec.samplers.core.acceptance import (
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.core.state import draw_near, draw_tokens, fits
+from visual_spec.samplers.core.state import draw_near, draw_tokens
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 

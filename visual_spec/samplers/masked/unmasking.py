@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.launch import fits
 from visual_spec.kernels.law import law_reference, unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.masked_protocol import Rescorer
@@ -24,7 +25,7 @@ from visual_spec.samplers.core.masking import (
     mixed,
 )
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, TOKEN
-from visual_spec.samplers.core.state import Run, fits
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 

@@ -161,7 +161,8 @@ def opened(state: Any, width: int, count: int, grid: TokenGrid) -> Window:
         from visual_spec.kernels.jacobi_step import open_window  # kernels are imported where they run
 
         given = (state.tokens, state.inputs, state.lengths, steady, ahead, picture)
-        return Window(*open_window(*given, width, count, far_of(grid)))
+        back = grid.width if grid.frames == 1 else grid.height * grid.width
+        return Window(*open_window(*given, width, count, back))
     slots = state.next_slots(width)
     at = slots - 1
     held = state.tokens.gather(1, at)
@@ -300,7 +301,7 @@ def repaired(
         is less; and the copies of steady drafts, long [B, n], where they are other tokens, `UNKNOWN` elsewhere; None
         where there are none.
     """
-    back = far_of(grid)
+    back = grid.width if grid.frames == 1 else grid.height * grid.width
     young = None if steady is None or ahead is None else ~steady | (ahead > 0)[:, None]
     if not on_host(fed):
         return _repaired_at_once(tokens, inputs, lengths, fed, at, count, back, picture, steady, young)
@@ -334,11 +335,6 @@ def repaired(
                     new[place + 1], marks[row, place] = copy, True
     inputs.scatter_(1, at, fed)
     return fed, replaced, copies
-
-
-def far_of(grid: TokenGrid) -> int:
-    """Slots from a token to its far neighbour: the one above; in a video the same place a frame earlier."""
-    return grid.width if grid.frames == 1 else grid.height * grid.width
 
 
 def copies_led(copies: Tensor, drafts: Tensor, drawn: Tensor, num_final: Tensor) -> Tensor:
