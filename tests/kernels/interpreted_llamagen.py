@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.mended_interpreter import mend
 from tests.helpers.tiny import tiny_transformer
+from visual_spec.eval.measure import weight_bytes_per_call
 from visual_spec.kernels import launch, layers, project, rotary_write, window_attention
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -108,6 +109,16 @@ def test_a_window_has_the_bits_of_calls_of_one_token(ordered, dtype):
                 for start in range(0, 16, width)
             ]
             assert torch.equal(torch.cat(wide, 1), torch.cat(alone, 1))
+
+
+def test_weights_count_that_a_kernel_reads(ordered):
+    model, condition = ordered
+    with torch.no_grad():
+        state = model.prefill(condition, batch_size=1, guided=True, window=2)
+        slots = torch.arange(2)[None]
+        found = weight_bytes_per_call(model, lambda: model(state, slots, slots))
+    read = [*model.layers.parameters(), *model.norm.parameters(), *model.output.parameters()]
+    assert found == sum(one.numel() * 2 for one in read)
 
 
 @pytest.mark.fast_sets(1)

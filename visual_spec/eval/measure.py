@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -270,13 +271,15 @@ def phase_figures(
 def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
     """Bytes of the parameters that `call`, one forward of the model, reads.
 
-    Every module that runs counts with its own parameters, each tensor once. Embedding tables do not count, as a few
-    rows are read; nor does what only the prefill runs.
+    Every module that runs counts with its own parameters, each tensor once, and with the parts that it hands to a
+    kernel (`ordered`). Embedding tables do not count, as a few rows are read; nor does what only the prefill runs.
     """
     sizes: dict[int, int] = {}
 
     def note(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        handed = getattr(module, "ordered", ()) if getattr(module, "one_order", False) else ()
+        parts = [getattr(module, name).parameters() for name in handed]
+        for parameter in chain(module.parameters(recurse=False), *parts):
             sizes[id(parameter)] = parameter.numel() * parameter.element_size()
 
     handles = [m.register_forward_pre_hook(note) for m in model.modules() if not isinstance(m, nn.Embedding)]

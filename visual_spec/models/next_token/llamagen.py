@@ -104,6 +104,7 @@ class LlamaGenTransformer(SavedModel):
     """
 
     one_order = False  # see `fuse_projections`
+    ordered = ("norm", "output")  # what a kernel reads then
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
 

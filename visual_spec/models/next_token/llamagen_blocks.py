@@ -158,6 +158,7 @@ class FeedForward(nn.Module):
 
 class TransformerBlock(nn.Module):
     one_order = False  # see `fuse_projections`
+    ordered = ("attention", "feed_forward", "attention_norm", "ffn_norm")  # what a kernel reads then
 
     def __init__(self, dim: int, heads: int, hidden: int, eps: float):
         super().__init__()
