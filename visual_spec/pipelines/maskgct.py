@@ -504,7 +504,7 @@ class MaskgctPipeline(VisualPipeline):
         known = decoder.known_tokens(condition.lengths, self._execution_device)
 
         def listen(step: int, lengths: Tensor) -> Any:
-            return listener(first + step, lambda: int(lengths.min()), lengths=lengths)
+            return listener.of_tokens(first + step, lengths)
 
         with self.progress_bar(total=count * frames) as bar:  # type: ignore[call-arg]
             progress = DecodeProgress(bar, frames, listen, unit="codes")

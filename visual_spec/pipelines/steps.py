@@ -13,6 +13,7 @@ from torch import Tensor
 
 from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.base import STOP, Sampler
+from visual_spec.samplers.core.state import SO_FAR
 
 StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
 
@@ -95,6 +96,11 @@ class StepListener:
                 replaced = self._replaced(shown, returned)
         return STOP if self.pipe._interrupt else replaced
 
+    def of_tokens(self, step: int, lengths: Tensor) -> Any:
+        """A sampler's callback: as a call, of the committed tokens of each sample, `lengths [B]`."""
+        tokens = {"tokens": committed_tokens(SO_FAR.get()())} if "tokens" in self.names else {}
+        return self(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
+
     def _replaced(self, shown: Mapping[str, Tensor], returned: Any) -> Tensor | None:
         if not isinstance(returned, Mapping):
             raise TypeError(
@@ -125,6 +131,12 @@ class StepListener:
                     "return it as it was, or None. pipe._interrupt = True ends the call."
                 )
         return changed
+
+
+def committed_tokens(result: Any) -> Tensor:
+    """The tokens of a decode so far, 0 at those that are open."""
+    is_open = (result.trace.commit_call < 0).to(result.tokens.device)
+    return result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)
 
 
 def planned_steps(sampler: Any, model: Any, parts: dict[str, Any], otherwise: int) -> int:

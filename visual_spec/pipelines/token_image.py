@@ -12,10 +12,9 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import VQDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures, shown
-from visual_spec.pipelines.steps import DecodeProgress, StepListener, planned_steps
+from visual_spec.pipelines.steps import DecodeProgress, StepListener, committed_tokens, planned_steps
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import SO_FAR
 
 
 class TokenImagePipeline(VisualPipeline):
@@ -180,16 +179,12 @@ class TokenImagePipeline(VisualPipeline):
         # A sampler that is not ours need not know the word.
         asked = {"output_logprobs": True} if output_logprobs else {}
 
-        def listen(step: int, lengths: Tensor) -> Any:
-            tokens = {"tokens": _committed(SO_FAR.get()())} if "tokens" in listener.names else {}
-            return listener(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
-
         self._grid, num_tokens = model.grid, model.grid.num_tokens
         self._guidance_scale = law.guidance_scale
         self._num_timesteps = planned_steps(self.sampler, model, parts, num_tokens)
         used = (model, *self._used(parts))
         with at_hand(*used), self.progress_bar(total=count * num_tokens - known) as bar:  # type: ignore[call-arg]
-            progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit, known=known)
+            progress = DecodeProgress(bar, num_tokens, listener.of_tokens, unit=self.unit, known=known)
             result = self.sampler(
                 model,
                 condition,
@@ -213,7 +208,7 @@ class TokenImagePipeline(VisualPipeline):
         """What a stream shows of a decode that goes on: open tokens are grey."""
         from visual_spec.pipelines.streaming import with_grey
 
-        is_open, known = result.trace.commit_call < 0, _committed(result)
+        is_open, known = result.trace.commit_call < 0, committed_tokens(result)
         size = self._grid.height, self._grid.width
         if output_type == "latent":
             made = self.decode_tokens(known, "latent", size)
@@ -225,9 +220,3 @@ class TokenImagePipeline(VisualPipeline):
     def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
         """The models beside the transformer that decoding needs on the device throughout."""
         return (parts.get("drafter"),)
-
-
-def _committed(result: Any) -> Tensor:
-    """The tokens of a decode so far, 0 at those that are open."""
-    is_open = (result.trace.commit_call < 0).to(result.tokens.device)
-    return result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)
