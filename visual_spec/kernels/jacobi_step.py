@@ -231,9 +231,8 @@ if triton is not None:
         if PICTURE:
             first = tl.load(picture + row * size + new, mask=entering, other=0)
         else:
-            above = (
-                newest - (line - (new - newest) % line) % line
-            )  # in the newest line, or in the one above it
+            # In the newest line, or in the one above it.
+            above = newest - (line - (new - newest) % line) % line
             source = tl.where(above >= 0, above, newest)
             if VIDEO:
                 earlier = newest - (frame - (new - newest) % frame) % frame
