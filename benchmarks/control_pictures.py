@@ -164,7 +164,7 @@ def main() -> None:
             for name, shown in bounds.items()
         })  # fmt: skip
     for name, folder in folders.items():
-        store(f"{name}, training", json.loads((Path(folder) / "training.json").read_text()))
+        store(f"{name}, training", json.loads((Path(folder) / "transformer" / "training.json").read_text()))
     for guidance in options.guidance:
         for name, pipe in pipes.items():
             row = f"{name}, guidance {guidance:g}"

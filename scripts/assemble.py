@@ -110,7 +110,7 @@ RECIPES = {
     "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
     "shapes_any": Recipe(
         "ImagePipeline",
-        "any-order:order=halton,steps=64",
+        "any-order:order=locality,steps=20",
         {"default_guidance_scale": 1.5, "default_temperature": 0.7},
         OF_SHAPES,
     ),
@@ -118,6 +118,12 @@ RECIPES = {
         "ImagePipeline",
         "block-jacobi",
         {"default_guidance_scale": 1.5, "default_temperature": 0.7},
+        OF_SHAPES,
+    ),
+    "shapes_control": Recipe(
+        "ImagePipeline",
+        "speculative-jacobi",
+        {"default_guidance_scale": 4.0, "default_temperature": 0.6},
         OF_SHAPES,
     ),
     "shapes_distilled": Recipe(

@@ -64,7 +64,7 @@ def _jobs() -> list[Job]:
     )
     scales = "--model shapes_var --samplers scale-wise:num_draft_scales=7"
     scales += " scale-wise:num_draft_scales=all,cache_share=0.1"
-    tunes = "--model tunes --masked tunes_masked --samplers column-jacobi:window=4 drafted-columns"
+    tunes = "--model tunes --masked tunes_masked --samplers column-jacobi:window=4"
     clips = "--model motion --samplers speculative-jacobi:initial_draft=panned_frame"
     for name, options, dtype, batch in (
         ("shapes", shapes, "float32", 1),

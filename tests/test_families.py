@@ -69,6 +69,7 @@ def test_the_stub_for_editors_is_up_to_date():
         "shapes_nar": "NAR, FlashAR, PAR",
         "shapes_any": "RandAR, ARPG, LPD",
         "shapes_shuffle": "Token-Shuffle",
+        "shapes_control": "ControlAR",
         "shapes_var": "VAR",
         "shapes_flexvar": "FlexVAR, SAR",
         "shapes_mar": "MAR",

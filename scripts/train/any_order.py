@@ -1,4 +1,4 @@
-"""Train an any-order LlamaGen, in RandAR's layout (the embedded `shapes_any`) or in LPD's, from a model of `shapes`.
+"""Train an any-order LlamaGen, in RandAR's layout or in LPD's (the embedded `shapes_any`), from a model of `shapes`.
 
 Every picture of a step has an order of its own. With instructions (RandAR, arXiv 2412.01827, section 3.2) that is a
 random one, and every token is predicted from those before it. With queries (LPD, 2507.01957, section 3.1) the pictures

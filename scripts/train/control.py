@@ -1,29 +1,34 @@
-"""Train a small ControlAR that draws scenes of `shapes` along their outline, from the pipeline `shapes`.
+"""Train the embedded `shapes_control`: a small ControlAR that draws scenes of `shapes` along their outline.
 
-The loss of the public trainer (arXiv 2410.02705): cross entropy over whole pictures; a tenth of the pictures loses
-caption and control together, and the control that stands for none stays zero. New are a tiny DINOv2 and the MLPs after
-it; the last layer before the transformer starts at zero, so that training starts from the law of `shapes`. There the
-whole transformer trains on; here its matrices get changes of low rank. Tokenizer and caption encoder do not change.
+The loss is the public trainer's (arXiv 2410.02705): cross entropy over whole pictures; a tenth of the pictures loses
+caption and control together, and the control that stands for none stays zero. Another tenth loses the control alone,
+for guidance along the control (`guides="control"`). New are a tiny DINOv2 and the MLPs after it; the last layer before
+the transformer starts at zero, so that training starts from the law of `shapes`. There the whole transformer trains on;
+here its matrices get changes of low rank. Tokenizer and caption encoder do not change.
 
-Most tokens follow from their neighbours, and after 200 steps of this loss alone a picture's own outline was worth no
-more than another's. So until the last part of a run half of the pictures hide input tokens, as in `scripts.train.ar`,
-and tokens that the outline touches weigh more. The weights depend on the control alone, so they bias no law.
+Most tokens follow from their neighbours, so the loss alone teaches little of the control. Three things do:
+
+* Before all else what reads the control learns which pixels lie inside a shape, by a layer that is thrown away.
+* Until the last part of a run half of the pictures hide input tokens, as in `scripts.train.ar`.
+* Tokens on the outline weigh more, and most where an object begins. Weights depend on the control alone, so
+  they bias no law.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from scripts.train.ar import hidden_inputs
-from scripts.train.shuffle import add_changes, merge_changes
-from visual_spec.data.shapes import CELL, Scene, outline
+from scripts.train.shuffle import add_changes, load_changes, merge_changes, save_changes
+from visual_spec.data.shapes import CELL, Scene, covered, outline
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -32,23 +37,36 @@ from visual_spec.prototype.controlar import PATCH, ControlARTransformer, Control
 from visual_spec.training.loop import Descent, RunOptions, Trainer, option, print_record, read_options
 from visual_spec.training.tokens import dataset_scenes, tokenize_dataset
 
+UNTRAINED = ("condition_mlp.uncond_embedding",)  # what stands for no control
+
 
 @dataclass(frozen=True)
 class ControlTraining:
-    """Settings of a run."""
+    """Settings of a run.
 
-    steps: int = 2400
-    batch_size: int = 16
-    scenes: int = 20000
+    `control_dropout` is the share of pictures without the control that keep their captions. Of tokens on the
+    outline `outline_weight` is the weight, of those where an object begins `start_weight`. `reading_steps`,
+    `reading_batch` and `reading_rate` are of the steps before all others, in which the part that reads the control
+    learns to.
+    """
+
+    steps: int = 6000
+    batch_size: int = 8
+    scenes: int = 12000
     learning_rate: float = 1.5e-3
-    rank: int = 16
+    rank: int = 12
     adapter_dim: int = 96
     adapter_layers: int = 2
     dropout: float = 0.1
     hidden_pictures: float = 0.5
-    wholly_hidden: float = 0.6
-    hidden_until: float = 0.6
+    wholly_hidden: float = 0.4
+    hidden_until: float = 0.7
     outline_weight: float = 8.0
+    start_weight: float = 30.0
+    control_dropout: float = 0.1
+    reading_steps: int = 2500
+    reading_batch: int = 32
+    reading_rate: float = 1.5e-3
     bfloat16: bool = False
     compile: bool = True
     seed: int = 0
@@ -64,7 +82,7 @@ def start_from_raster(raster: LlamaGenTransformer, settings: ControlTraining) ->
         "patch_size": PATCH,
     }
     config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
-    model = ControlARTransformer(config, adapter, "nearest", CELL)
+    model = ControlARTransformer(config, adapter, "nearest", CELL, guides="control")
     model.transformer.load_state_dict(raster.state_dict())
     parts: list[Any] = [model.adapter_mlp, model.condition_mlp.cap_proj, *model.condition_layers]
     for part in parts:
@@ -91,12 +109,17 @@ def controls_of(scenes: list[Scene]) -> Tensor:
 
 def losses_of(
     model: ControlARTransformer, encoder: CaptionEncoder, words: Tensor, controls: Tensor, tokens: Tensor,
-    dropped: Tensor | None = None, hidden: Tensor | None = None,
+    dropped: Tensor | None = None, hidden: Tensor | None = None, uncontrolled: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy in nats of each token of whole pictures, `[B, L]`; `hidden` as in `teacher_forced`."""
+    """Return the cross entropy in nats of each token of whole pictures, `[B, L]`; `hidden` as in `teacher_forced`.
+
+    `dropped` rows lose caption and control together, `uncontrolled` ones the control alone, bool `[B]` each.
+    """
     captions = encoder(words)
     condition = ControlledCondition(captions.features, captions.mask, control=controls)
-    logits = model.teacher_forced(tokens, condition, dropped, hidden)
+    lost = [rows for rows in (dropped, uncontrolled) if rows is not None]
+    side = model.side_embeddings(condition, dropped=torch.stack(lost).any(0) if lost else None)
+    logits = model.transformer.teacher_forced(tokens, condition, dropped, hidden, side)
     return F.cross_entropy(logits.mT, tokens, reduction="none")
 
 
@@ -109,17 +132,18 @@ def train_control(
     *,
     every: int = 100,
 ) -> dict[str, Any]:
-    """Train in place, on the model's device; save the model in `out/transformer`, and return the record.
+    """Train in place, on the model's device; save the changes in `out/transformer`, and return the record.
 
     An interrupted run resumes from `out/resume.pt`; the finished run removes it. The tokens of the scenes are kept in
     `out`.
     """
     torch.manual_seed(settings.seed)
-    change_little(model, settings.rank)
     words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
     scenes = dataset_scenes(settings.scenes, settings.seed + 1)
     encoder.eval().requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not (out / "resume.pt").exists():
+        learn_to_read(model, scenes, settings)
     optimiser = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
 
@@ -135,16 +159,50 @@ def train_control(
         share = settings.hidden_pictures * (step < settings.hidden_until * settings.steps)
         _, hidden = hidden_inputs(rng, share, settings.wholly_hidden, (count, tokens.shape[1] - 1))
         controls = controls_of([scenes[i] for i in chosen])
-        touched = F.max_pool2d(controls[:, 0], CELL).flatten(1) > 0
-        weight = 1.0 + (settings.outline_weight - 1.0) * touched
-        return words[chosen], controls, tokens[chosen].long(), dropped, hidden, weight
+        uncontrolled = torch.from_numpy(rng.random(count) < settings.control_dropout)
+        weights = weights_of(controls, settings)
+        return words[chosen], controls, tokens[chosen].long(), dropped, hidden, uncontrolled, weights
 
     def judged() -> dict[str, float]:
+        save_changes(model, out / "transformer", inside="transformer.", also=UNTRAINED)
         merge_changes(model)
         return held_out_losses(model, encoder, vq_model)
 
     run = Trainer(model, settings, out, descend, every=every, reads=[vq_model, encoder])
-    return run.run(loss_of, batch, judged, lambda: model.save_pretrained(out / "transformer"))
+    return run.run(loss_of, batch, judged)
+
+
+def weights_of(controls: Tensor, settings: ControlTraining) -> Tensor:
+    """Return the weight of each token, `[B, L]`: 1, more where it is on the outline, most where an object begins."""
+    on = (F.max_pool2d(controls[:, :1], CELL)[:, 0] > 0).float()  # [B, H, W]
+    around = F.pad(on, (1, 1, 1, 0))
+    before = around[:, :-1, :-2] + around[:, :-1, 1:-1] + around[:, :-1, 2:] + around[:, 1:, :-2]
+    begins = on * (before == 0)  # in raster order
+    more, most = settings.outline_weight - 1, settings.start_weight - settings.outline_weight
+    return (1.0 + more * on + most * begins).flatten(1)
+
+
+def learn_to_read(model: ControlARTransformer, scenes: list[Scene], settings: ControlTraining) -> None:
+    """Teach what reads the control which pixels of each cell lie inside a shape, and which on the outline."""
+    dim, rate = model.condition_mlp.uncond_embedding.shape[1], settings.reading_rate
+    told = torch.nn.Linear(dim, 2 * CELL * CELL, device=model.device)
+    parts = [model.adapter, model.adapter_mlp, model.condition_mlp.cap_proj, told]
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    descend = Descent([optimiser], settings.reading_steps, rate)
+    for step in range(settings.reading_steps):
+        rng = np.random.default_rng((settings.seed, settings.steps, step))
+        chosen = [scenes[i] for i in rng.integers(len(scenes), size=settings.reading_batch)]
+        controls = controls_of(chosen)
+        inside = torch.from_numpy(np.stack([covered(scene) for scene in chosen]))
+        pixels = torch.stack([inside, controls[:, 0] > 0], 1).float().to(model.device)
+        cells = rearrange(pixels, "b c (h y) (w x) -> b (h w) (c y x)", y=CELL, x=CELL)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bfloat16):
+            logits = told(model.condition_mlp.cap_proj(model.read(controls.to(model.device))))
+        loss = F.binary_cross_entropy_with_logits(logits.float(), cells)
+        descend(loss, step)
+        if (step + 1) % 500 == 0:
+            print(f"reading step {step + 1}/{settings.reading_steps} loss {loss.item():.4f}", flush=True)
 
 
 @torch.no_grad()
@@ -167,30 +225,28 @@ def held_out_losses(
     return losses
 
 
-HELP = """Train a small ControlAR on scenes of `shapes`: `python scripts/train control --shapes FOLDER --out FOLDER`.
+HELP = """Train the embedded ControlAR on `shapes`: `python scripts/train control --shapes FOLDER --out FOLDER`.
 
-Afterwards `--out` holds a pipeline that draws along outlines (`visual_spec.data.shapes.outline`), and `training.json`.
-An interrupted run resumes.
+Afterwards `--out/transformer` holds what differs from the transformer of `shapes`, matrices in 8 bits. To be loaded its
+parent has to lie beside the folder `shapes`. `--out` holds `training.json`. An interrupted run resumes.
 """
 
 
 @dataclass(kw_only=True)
 class Options(RunOptions):
     shapes: Path = option("folder of the pipeline shapes")
-    start_from: Path | None = option("folder of an earlier run to go on with", None)
+    start_from: Path | None = option("transformer/ of an earlier run to go on with", None)
 
 
 def main() -> None:
     options, settings = read_options(HELP, Options, ControlTraining)
     pipe: Any = ImagePipeline.from_pretrained(options.shapes, torch_dtype=torch.float32)
     torch.manual_seed(settings.seed)
-    if options.start_from is None:
-        model: Any = start_from_raster(pipe.transformer, settings)
-    else:
-        model = ControlARTransformer.from_pretrained(options.start_from / "transformer")
+    model = start_from_raster(pipe.transformer, settings)
+    change_little(model, settings.rank)
+    if options.start_from is not None:
+        load_changes(model, options.start_from)
+        settings = replace(settings, reading_steps=0)
     for part in (model, pipe.text_encoder, pipe.vq_model):
         part.to(options.device)
-    record = train_control(model, pipe.text_encoder, pipe.vq_model, settings, options.out)
-    law = {f"default_{name}": value for name, value in pipe.default_settings().items()}
-    ImagePipeline(model, pipe.vq_model, pipe.text_encoder, pipe.sampler, **law).save_pretrained(options.out)
-    print_record(record)
+    print_record(train_control(model, pipe.text_encoder, pipe.vq_model, settings, options.out))

@@ -8,6 +8,7 @@ Tokenizer and caption encoder come from `shapes` and do not change. A tenth of t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,19 +122,27 @@ def _start_linear(blocks: nn.Sequential, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def save_changes(model: Any, out: Path, adapts: str = "shapes/transformer") -> None:
-    """Round what has been trained, matrices to 8 bits (e4m3) and all else to 16, in place, and store it in `out`."""
+def save_changes(
+    model: Any, out: Path, adapts: str = "shapes/transformer", *, inside: str = "", also: Sequence[str] = ()
+) -> None:
+    """Round what has been trained, vectors to 16 bits and all else to 8 (e4m3), in place, and store it in `out`.
+
+    Args:
+        adapts, inside: the folder of the model that is changed, and how the names of its weights begin in `model`.
+        also: weights to store that were not trained.
+    """
     parts = {}
     for name, value in model.named_parameters():
-        if value.requires_grad:
-            rounded = value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
+        if value.requires_grad or name in also:
+            rounded = value.to(torch.float8_e4m3fn if value.ndim > 1 else torch.float16).contiguous()
             value.copy_(rounded)
             parts[_stored_name(name)] = rounded
+    out.mkdir(parents=True, exist_ok=True)
     model.save_config(out)
     config = json.loads((out / "config.json").read_text())
     config.pop("_name_or_path", None)
     write_json(out / "config.json", config)
-    write_json(out / ADAPTER, {"adapts": adapts})
+    write_json(out / ADAPTER, {"adapts": adapts, **({"inside": inside} if inside else {})})
     save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 

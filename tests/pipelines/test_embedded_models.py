@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
+from benchmarks.control_pictures import edges, share
 from benchmarks.motion_long import consistency
 from scripts import assemble
 from tests.helpers.command import last_line
@@ -45,6 +47,7 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
     "shapes_nar": ("ImagePipeline", "own order", 4e6, READERS),
     "shapes_any": ("ImagePipeline", "any-order", 3.2e6, READERS),
     "shapes_shuffle": ("ImagePipeline", "own order, blocks", 0.9e6, READERS),  # its changes to `shapes`
+    "shapes_control": ("ImagePipeline", "raster, tree, order, own order", 1e6, READERS),  # its changes to `shapes`
     "shapes_flexvar": ("ScaleImagePipeline", "scales", 0.8e6, {"vq_model": "shapes"}),
     "shapes_masked": ("MaskedImagePipeline", "masked", 7.7e6, READERS),
     "motion_masked": ("VideoPipeline", "frames", 1.4e6, {"vq_model": "shapes"}),
@@ -55,7 +58,7 @@ MODELS: dict[str, tuple[str, str, float, dict[str, str]]] = {
 # docs/results/models.md, with room for few samples and another processor's rounding.
 DRAWN: dict[str, tuple[list[str], Any, int, float]] = {
     "shapes_nar": (shapes.held_out_prompts(8, seed=17), shapes_parser.score, 31, 0.6),
-    "shapes_any": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 64, 0.65),
+    "shapes_any": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 20, 0.7),
     "shapes_masked": (shapes.held_out_prompts(4, seed=17), shapes_parser.score, 16, 0.7),
     "motion_masked": (motion.held_out_prompts(8, seed=2), motion_parser.score, 16 * 4 + 15, 0.55),
     "tunes_masked": (tunes.held_out_prompts(4, seed=17), tunes_parser.score, 20 + 10 + 10 + 10, 0.65),
@@ -126,14 +129,39 @@ def test_jacobi_keeps_the_tokens_of_blocks():
     assert own > 0.8 and own > others + 0.1
 
 
-def test_what_is_saved_of_changes_is_whole(tmp_path):
-    pipe = load("shapes_shuffle")
+def test_it_draws_along_outlines(tmp_path):
+    """Of the outline of a scene most has an edge of the picture beside it, of another scene's little."""
+    pipe = load("shapes_control")
+    scenes, pictures = shapes.sample_dataset(4, 5, held_out=True)
+    prompts = [shapes.caption(scene) for scene in scenes]
+    lines = [shapes.outline(scene) for scene in scenes]
+    control = [Image.fromarray(line).convert("RGB") for line in lines]
+
+    def met(images: Any, lines: Any) -> float:
+        """The share of outlines that edges of the pictures meet."""
+        pairs = zip(images, lines, strict=True)
+        return float(np.mean([share(line, edges(np.asarray(image))) for image, line in pairs]))
+
+    out = pipe(prompts, control=control, generator=seeded(*range(4)))
+    assert met(pictures, lines) > 0.95 and met(out.images, lines) > 0.7
+    assert met(out.images, lines[1:] + lines[:1]) < 0.5 and right(prompts, out.images) > 0.8
+    assert out.trace.identical and out.trace.tokens_per_call.mean() > 1.5
+    control[0].save(tmp_path / "outline.png")
+    told = f"--model shapes_control --seed 0 --control {tmp_path / 'outline.png'} --out {tmp_path / 'out'}"
+    assert cli.main(["generate", prompts[0], *told.split()]) == 0
+    (drawn,) = (tmp_path / "out").glob("0*.png")
+    assert np.array_equal(np.asarray(Image.open(drawn)), np.asarray(out.images[0]))
+
+
+@pytest.mark.parametrize(("name", "most"), [("shapes_shuffle", 0.9e6), ("shapes_control", 1e6)])
+def test_what_is_saved_of_changes_is_whole(tmp_path, name, most):
+    pipe = load(name)
     pipe.save_pretrained(tmp_path / "saved")
     own, saved = (
         sum(path.stat().st_size for path in (folder / "transformer").glob("*.safetensors"))
-        for folder in (embedded_folder("shapes_shuffle"), tmp_path / "saved")
+        for folder in (embedded_folder(name), tmp_path / "saved")
     )
-    assert own < 0.9e6 < saved and not (tmp_path / "saved" / "transformer" / "adapter.json").exists()
+    assert own < most < saved and not (tmp_path / "saved" / "transformer" / "adapter.json").exists()
     again = quiet(load_pipeline(tmp_path / "saved"))
     one, other = (one.transformer.state_dict() for one in (pipe, again))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

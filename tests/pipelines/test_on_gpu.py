@@ -50,7 +50,6 @@ IDENTICAL = {
     "tunes": (
         "column-jacobi:window=8",
         "column-jacobi:window=8,exact_width=true",
-        "drafted-columns:acceptance=identical",
     ),
 }
 

@@ -1,6 +1,7 @@
 """Pictures along a control picture: what the sampler draws for it; files converted, saved and loaded; refusals."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.helpers.tiny_controlar import (
 )
 from visual_spec import cli
 from visual_spec.models.next_token import llamagen_vq
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.prototype.controlar import ControlARTransformer, ControlledCondition
@@ -77,6 +79,53 @@ def test_a_picture_follows_its_own_control(files):
     assert torch.equal(shared.tokens[1], found.tokens[3]) and not torch.equal(
         shared.tokens[0], found.tokens[0]
     )
+
+
+def guided_by_control(files: dict[str, Path]) -> Any:
+    """The same weights, with guidance along the control alone."""
+    pipe = official(files)
+    pipe.transformer.register_to_config(guides="control")
+    with torch.no_grad():  # its own null control says nothing, as where it was trained
+        pipe.transformer.condition_mlp.uncond_embedding.zero_()
+    return pipe
+
+
+def test_guidance_along_the_control_leaves_the_caption_in_both_rows(files):
+    """Raw logits: those with control, led away from those of the same caption with the null control."""
+    pipe, pictures = guided_by_control(files), (controls(2, torch.float32) + 1) / 2
+    given, scale = captions(2, torch.float32), 3.0
+    condition = pipe.transformer.controlled(TextCondition(**given), list(pictures), 1.0)
+    start: dict[str, Any] = dict(batch_size=2, window=1)
+    both = pipe.transformer.prefill(condition, guided=True, **start).logits
+    with_control = pipe.transformer.prefill(condition, guided=False, **start).logits
+    without = pipe.transformer.prefill(TextCondition(**given), guided=False, **start).logits
+    torch.testing.assert_close(both, torch.cat([with_control, without]))
+    assert not torch.allclose(with_control, without)
+    found = pipe(**texts(2), control=list(pictures), guidance_scale=scale, generator=seeded(1, 2))
+    plain = AutoregressiveSampler()(
+        pipe.transformer,
+        replace(condition, negative=TextCondition(**given)),
+        law=TokenLaw(scale, top_k=2000),
+        generator=seeded(1, 2),
+        batch_size=2,
+    )
+    assert torch.equal(found.tokens, plain.tokens) and found.trace.identical
+
+
+def test_without_a_control_such_a_model_draws_its_captions(files):
+    """Guidance then leads from a law to itself, and whoever names what to avoid is heard."""
+    pipe = guided_by_control(files)
+    draw: dict[str, Any] = dict(generator=seeded(1, 2), output_type="latent")
+    found = pipe(**texts(2), guidance_scale=3.0, **draw).tokens
+    plain = AutoregressiveSampler()(
+        pipe.transformer,
+        TextCondition(**captions(2, torch.float32)),
+        law=TokenLaw(top_k=2000),
+        generator=seeded(1, 2),
+        batch_size=2,
+    )
+    assert torch.equal(found, plain.tokens)
+    refuses(ValueError, "control", official(files), **texts(2), **draw)
 
 
 def test_pictures_and_arrays_mean_the_same_and_strength_counts(files):

@@ -1,18 +1,29 @@
 """Training of a small ControlAR: its start, a run that is killed, and the pipeline that comes of it."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.train import control
-from scripts.train.control import ControlTraining, controls_of, losses_of, start_from_raster, train_control
+from scripts.train.control import (
+    ControlTraining,
+    change_little,
+    controls_of,
+    learn_to_read,
+    losses_of,
+    start_from_raster,
+    train_control,
+    weights_of,
+)
 from tests.helpers.tiny import quiet, seeded, tiny_readers
 from tests.helpers.training import check_training
 from visual_spec.data import shapes
-from visual_spec.data.shapes import caption, outline
+from visual_spec.data.shapes import caption, covered, outline
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
@@ -24,7 +35,7 @@ from visual_spec.training.tokens import dataset_scenes, tokenize_dataset
 
 SHORT = ControlTraining(
     steps=12, batch_size=4, scenes=6, learning_rate=1e-2, rank=2, adapter_dim=12, adapter_layers=1,
-    dropout=0.2, compile=False,
+    dropout=0.2, reading_steps=3, compile=False,
 )  # fmt: skip
 
 
@@ -38,7 +49,9 @@ def raster() -> LlamaGenTransformer:
 
 def started() -> ControlARTransformer:
     torch.manual_seed(4)
-    return start_from_raster(raster(), SHORT)
+    model = start_from_raster(raster(), SHORT)
+    change_little(model, SHORT.rank)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +86,35 @@ def test_it_starts_from_the_law_of_the_raster_model(readers):
     assert torch.equal(losses_of(started(), encoder, words, controls_of(dataset_scenes(2, 5)), ids), want)
 
 
+def test_what_reads_the_control_learns_where_shapes_are():
+    """From a loss that guesses: a pixel in the middle of a shape, far from its outline, is told from the ground."""
+    model, settings = started(), replace(SHORT, reading_steps=200, reading_rate=5e-3, reading_batch=8)
+    scenes = dataset_scenes(4, 3)
+
+    def told() -> float:
+        """How well a linear map of what is seen, fitted by least squares, tells the middle of each cell."""
+        with torch.no_grad():
+            seen = model.condition_mlp.cap_proj(model.read(controls_of(scenes))).flatten(0, 1)
+        truth = torch.from_numpy(np.stack([covered(scene)[4::8, 4::8] for scene in scenes])).flatten().float()
+        found = torch.linalg.lstsq(seen, truth[:, None]).solution
+        return float((seen @ found)[:, 0].sub(truth).square().mean() / truth.var())
+
+    before = told()
+    learn_to_read(model, scenes, settings)
+    assert told() < 0.7 * before
+
+
+def test_tokens_weigh_by_the_outline_alone():
+    control = torch.full((1, 3, 128, 128), -1.0)
+    control[:, :, 20:40, 20] = 1.0  # down through cells (2, 2), (3, 2) and (4, 2)
+    control[:, :, 39, 20:40] = 1.0  # then to the right, to (4, 4)
+    weights = weights_of(control, SHORT).view(16, 16)
+    expected = torch.ones(16, 16)
+    expected[[3, 4, 4, 4], [2, 2, 3, 4]] = SHORT.outline_weight
+    expected[2, 2] = SHORT.start_weight
+    assert torch.equal(weights, expected)
+
+
 def test_a_run_ends_in_a_pipeline_that_draws_along_outlines(readers, tmp_path, monkeypatch):
     encoder, vq_model = readers
     monkeypatch.setattr(control, "held_out_losses", partial(control.held_out_losses, count=4))
@@ -81,6 +123,7 @@ def test_a_run_ends_in_a_pipeline_that_draws_along_outlines(readers, tmp_path, m
         model = started()
         return train_control(model, encoder, vq_model, SHORT, out, every=every), model
 
+    raster().save_pretrained(tmp_path / "shapes" / "transformer")  # what the changes are of
     record = check_training(tmp_path, train, 5, every=4, saved={"transformer": ControlARTransformer})
     folder = tmp_path / "whole"
     model: Any = ControlARTransformer.from_pretrained(folder / "transformer")
@@ -88,6 +131,9 @@ def test_a_run_ends_in_a_pipeline_that_draws_along_outlines(readers, tmp_path, m
     assert torch.equal(own["tok_embeddings.weight"], start["tok_embeddings.weight"])
     assert not torch.equal(own["layers.2.attention.wo.weight"], start["layers.2.attention.wo.weight"])
     assert float(model.condition_mlp.uncond_embedding.detach().abs().max()) == 0
+    stored = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    kinds = {value.dtype for name, value in stored.items() if value.ndim > 1}
+    assert kinds == {torch.float8_e4m3fn} and "transformer.tok_embeddings.weight" not in stored
     assert 0 < record["held_out_loss"] < 2.77 and 0 < record["held_out_loss_of_other_outlines"]
 
     ImagePipeline(model, vq_model, encoder, SpeculativeJacobiSampler()).save_pretrained(tmp_path / "saved")

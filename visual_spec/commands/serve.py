@@ -137,16 +137,17 @@ def _serve_tokens(args: argparse.Namespace) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
     """Refuse a model or a sampler that the engine does not draw with, before anything is loaded."""
-    from visual_spec.pipelines.loading import read_facts
+    from visual_spec.pipelines.loading import read_facts, read_index
     from visual_spec.pipelines.sampler_text import make_sampler
     from visual_spec.samplers.registry import check_sampler
 
     facts = read_facts(args.model)
     if facts.medium != "image":
         raise ValueError(f"{args.model} makes {facts.medium}; serve draws pictures.")
-    if args.engine == "vllm" and RASTER not in facts.calls:
+    network = read_index(args.model).get("transformer") or (None, None)
+    if args.engine == "vllm" and (RASTER not in facts.calls or network[1] != "LlamaGenTransformer"):
         raise ValueError(
-            f"{args.model} is no next-token model in raster order, which is what vLLM serves; pass --engine ray."
+            f"{args.model} is no LlamaGen in raster order, which is what vLLM serves; pass --engine ray."
         )
     if args.engine == "ray" and args.sampler is not None:
         try:

@@ -257,17 +257,28 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
     return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
 
 
+def covered(scene: Scene) -> np.ndarray:
+    """Return which pixels lie inside a shape, bool `[128, 128]`."""
+    return _shown(scene) > 0
+
+
 def outline(scene: Scene) -> np.ndarray:
     """Return the outline of a scene's shapes, bool `[128, 128]`, one pixel wide: a control picture for ControlAR.
 
     A pixel is on it if its right or lower neighbour shows another object, or the background.
     """
+    shown = _shown(scene)
+    edge = np.pad(shown[:, 1:] != shown[:, :-1], ((0, 0), (0, 1)))
+    return edge | np.pad(shown[1:] != shown[:-1], ((0, 1), (0, 0)))
+
+
+def _shown(scene: Scene) -> np.ndarray:
+    """The object that each pixel shows, from 1 on, or 0: int `[128, 128]`."""
     y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
     shown = np.zeros((IMAGE_SIZE, IMAGE_SIZE), int)
     for number, item in reversed(list(enumerate(scene.objects, 1))):  # the first object is in front
         shown[signed_distance(item.shape, x - item.x, y - item.y, SIZES[item.size]) < 0] = number
-    edge = np.pad(shown[:, 1:] != shown[:, :-1], ((0, 0), (0, 1)))
-    return edge | np.pad(shown[1:] != shown[:-1], ((0, 1), (0, 0)))
+    return shown
 
 
 def paint_shape(

@@ -213,7 +213,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         count = len(texts) * num_images_per_prompt
         with self.running():
             condition = as_condition(*self.encode_prompt(texts, num_images_per_prompt=num_images_per_prompt))
-            if control is not None:
+            if hasattr(self.transformer, "controlled"):
                 condition = self.transformer.controlled(condition, control, control_strength)
             known = self.known_tokens(
                 image, mask, strength, generator, len(texts), num_images_per_prompt, model

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
@@ -67,6 +67,9 @@ class ControlARTransformer(SavedModel):
         control_resample: how a control picture is made smaller for DINOv2's patches of 14 pixels: "nearest" for lines
             and classes (Canny, segmentation), "bicubic" for what varies smoothly (depth, soft edges).
         token_size: pixels per side of a token; 16 in the releases.
+        guides: what the unconditional rows of guidance lack: "both", caption and control, as in the releases; or
+            "control", where guidance strengthens the control alone. Such a model was trained without control, too, and
+            draws without where none is given.
 
     Raises:
         ValueError: a transformer of another kind, a number of layers that is no multiple of three, patches of another
@@ -83,6 +86,7 @@ class ControlARTransformer(SavedModel):
         adapter_config: dict[str, Any],
         control_resample: Annotated[str, OneOf(tuple(RESAMPLES))] = "bicubic",
         token_size: Count = TOKEN,
+        guides: Annotated[str, OneOf(("both", "control"))] = "both",
     ):
         super().__init__()
         self.transformer = LlamaGenTransformer(**transformer_config)
@@ -122,8 +126,8 @@ class ControlARTransformer(SavedModel):
 
     def check_control(
         self, control: Pictures | None, strength: float, count: int, height: int | None, width: int | None
-    ) -> tuple[int, int]:
-        """Height and width of the control pictures, and of what is drawn along them.
+    ) -> tuple[int | None, int | None]:
+        """Height and width of the control pictures, and of what is drawn along them; as asked for where there are none.
 
         Args:
             control, strength, height, width: as `control`, `control_strength`, `height` and `width` of `ImagePipeline`.
@@ -132,6 +136,8 @@ class ControlARTransformer(SavedModel):
         Raises:
             ValueError: control pictures that are missing or do not fit each other or the call, or no strength.
         """
+        if control is None and self.config["guides"] == "control":
+            return height, width
         if control is None:
             raise ValueError("this model draws along a control picture; pass control.")
         if not math.isfinite(strength):
@@ -149,8 +155,14 @@ class ControlARTransformer(SavedModel):
             )
         return own[0], own[1]
 
-    def controlled(self, condition: TextCondition, control: Pictures, strength: float) -> ControlledCondition:
-        """The condition with the control pictures of its rows."""
+    def controlled(
+        self, condition: TextCondition, control: Pictures | None, strength: float
+    ) -> TextCondition:
+        """The condition with the control pictures of its rows, and with what guidance leads away from."""
+        if condition.negative is None and self.config["guides"] == "control":
+            condition = replace(condition, negative=condition)
+        if control is None:
+            return condition
         pictures = torch.stack([unit_pixels(picture, "control") for picture in listed(control)])
         rows = len(condition.features)
         each = rows if len(pictures) == 1 else rows // len(pictures)
@@ -163,10 +175,12 @@ class ControlARTransformer(SavedModel):
         )
 
     def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse a condition without a control picture (TypeError), with one of another shape, or with a strength that
-        is no finite number (ValueError); or as `LlamaGenTransformer.check_condition`.
+        """Refuse a condition without a control picture (TypeError), where one is needed, with one of another shape, or
+        with a strength that is no finite number (ValueError); or as `LlamaGenTransformer.check_condition`.
         """
         if not isinstance(condition, ControlledCondition):
+            if self.config["guides"] == "control":
+                return self.transformer.check_condition(condition, batch_size)
             raise TypeError(
                 f"{type(condition).__name__} given; this model takes a ControlledCondition(features, mask, control=...)"
             )
@@ -179,33 +193,39 @@ class ControlARTransformer(SavedModel):
         if not -float("inf") < condition.strength < float("inf"):
             raise ValueError(f"strength={condition.strength} given; pass a finite number")
 
+    def read(self, control: Tensor) -> Tensor:
+        """Return what is seen of control pictures `[B, 3, H, W]` at each slot, `[B, L, dim]`. Gradients flow."""
+        size = (PATCH * self.grid.height, PATCH * self.grid.width)
+        resample = self.config["control_resample"]
+        corners = True if resample == "bicubic" else None
+        control = control.to(self.device, torch.promote_types(self.dtype, torch.float32))
+        small = F.interpolate(control, size=size, mode=resample, align_corners=corners)
+        # [B, L, A]: without the class token
+        return self.adapter_mlp(self.adapter(small.to(self.dtype)).last_hidden_state[:, 1:])
+
     def side_embeddings(
-        self, condition: ControlledCondition, *, guided: bool = False, dropped: Tensor | None = None
+        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
     ) -> Tensor:
         """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_blocks.entered`; unconditional rows last when `guided`.
 
         `dropped`, bool `[B]`: rows whose control is replaced by the unconditional one. Gradients flow.
         """
-        size = (PATCH * self.grid.height, PATCH * self.grid.width)
-        resample = self.config["control_resample"]
-        corners = True if resample == "bicubic" else None
-        control = condition.control.to(self.device, torch.promote_types(self.dtype, torch.float32))
-        small = F.interpolate(control, size=size, mode=resample, align_corners=corners)
-        # [B, L, A]: without the class token
-        patches = self.adapter(small.to(self.dtype)).last_hidden_state[:, 1:]
-        seen = self.adapter_mlp(patches)
-        null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens].expand_as(seen)
+        null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens].expand(
+            len(condition.features), -1, -1
+        )
+        controlled = isinstance(condition, ControlledCondition)
+        seen = self.read(condition.control) if controlled else null
         if dropped is not None:
             seen = torch.where(dropped[:, None, None], null, seen)
         if guided:
             seen = torch.cat([seen, null])
         seen = self.condition_mlp.cap_proj(seen)
         groups = torch.stack([layer(seen) for layer in self.condition_layers], 1)  # [R, 3, L, dim]
-        return F.pad(condition.strength * groups, (0, 0, 0, 1))
+        return F.pad((condition.strength if controlled else 1.0) * groups, (0, 0, 0, 1))
 
     @decodes
     def prefill(
-        self, condition: ControlledCondition, *, batch_size: int, guided: bool, window: int
+        self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
     ) -> LlamaGenState:
         """As `LlamaGenTransformer.prefill`, with the control of slot 0 at the last position of the prefix."""
         self.check_condition(condition, batch_size)

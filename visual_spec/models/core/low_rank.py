@@ -2,7 +2,8 @@
 
 Such a folder has `adapter.json`: {"adapts": "folder/component"}, which lies beside the pipeline's folder. A matrix W of
 the other model becomes W + up @ down, where the weights have `<name>.up` [out, rank] and `<name>.down` [rank, in].
-Other weights of the folder are taken as they are, and what it does not name is the other model's.
+Other weights of the folder are taken as they are, and what it does not name is the other model's. Where the other one
+is a part of the model, "inside" says how its weights' names begin there.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the other model is not there, or a change fits no matrix of it; names the file.
     """
-    path, name = folder / SAFETENSORS_WEIGHTS_NAME, str(read_object(folder / ADAPTER).get("adapts"))
+    path, told = folder / SAFETENSORS_WEIGHTS_NAME, read_object(folder / ADAPTER)
+    name, inside = str(told.get("adapts")), str(told.get("inside", ""))
     owner = folder.absolute().parents[1] / name / SAFETENSORS_WEIGHTS_NAME
     if ".." in Path(name).parts or not owner.is_file():
         raise ValueError(f"{folder / ADAPTER} adapts {name!r}, and there is no {owner}; place it there.")
     weights, changes = (
         {key: value.to(torch.float32) for key, value in load_file(file).items()} for file in (owner, path)
     )
+    weights = {inside + key: value for key, value in weights.items()}
     for key in [key for key in changes if key.endswith(UP)]:
         name = key.removesuffix(UP)
         up, down, matrix = changes.pop(key), changes.pop(name + DOWN, None), weights.get(name)
