@@ -14,6 +14,8 @@ the rest of this file is about good ones:
     pictured   the token of a whole picture that a drafter drew beforehand, where that has the same two neighbours;
                else as repaired. Slots that no call has scored are drafted from it, too.
     chosen     the token of a drafter, where it wins by the margin that the carried draft deserves (`redrafting`).
+
+On a GPU two kernels do what `opened`, `close` and `enter` say, in one launch each (`kernels.jacobi_step`).
 """
 
 from __future__ import annotations
