@@ -17,7 +17,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import jacobi, jacobi_identical, redrafting
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.jacobi_identical import Window, opened, repaired
+from visual_spec.samplers.raster.jacobi_identical import FedWindow, opened, repaired
 from visual_spec.samplers.raster.redrafting import Chosen, redrafted
 
 GUMBEL, INDEPENDENT, MAXIMAL = (
@@ -83,7 +83,7 @@ def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, draf
         found.label.rows = carried.label.rows
         return found
 
-    def wrongly_repaired(*args: Any) -> Window:
+    def wrongly_repaired(*args: Any) -> FedWindow:
         now = opened(*args)
         assert now.replaced is not None
         return now._replace(replaced=torch.zeros_like(now.replaced))

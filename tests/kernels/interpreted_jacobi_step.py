@@ -15,7 +15,7 @@ from visual_spec.samplers.core.drafts import LEFT, PREVIOUS_FRAME, UP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import jacobi_identical
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.raster.jacobi_identical import IdenticalState, Window, close, enter, opened
+from visual_spec.samplers.raster.jacobi_identical import FedWindow, IdenticalState, close, enter, opened
 
 ROWS = 12
 GRIDS = [TokenGrid(6, 7), TokenGrid(3, 4, 3)]
@@ -60,7 +60,7 @@ def state_of(
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:
-    fields = value._asdict() if isinstance(value, Window) else vars(value)
+    fields = value._asdict() if isinstance(value, FedWindow) else vars(value)
     return {name: one for name, one in fields.items() if isinstance(one, Tensor)}
 
 

@@ -137,7 +137,7 @@ def step(settings: Any, run: Run, state: IdenticalState) -> None:
     run.lap("verify")
 
 
-class Window(NamedTuple):
+class FedWindow(NamedTuple):
     """What a call is fed, long [B, W] each but for the last two.
 
     Attributes:
@@ -155,7 +155,7 @@ class Window(NamedTuple):
     copies: Tensor | None = None
 
 
-def opened(state: Any, width: int, count: int, grid: TokenGrid) -> Window:
+def opened(state: Any, width: int, count: int, grid: TokenGrid) -> FedWindow:
     """Return the next window of a state, with up to `count` drafts repaired."""
     picture, ahead = getattr(state, "picture", None), getattr(state, "copies_ahead", None)
     steady = None if ahead is None else state.steady
@@ -164,19 +164,19 @@ def opened(state: Any, width: int, count: int, grid: TokenGrid) -> Window:
 
         given = (state.tokens, state.inputs, state.lengths, steady, ahead, picture)
         back = grid.width if grid.frames == 1 else grid.height * grid.width
-        return Window(*open_window(*given, width, count, back))
+        return FedWindow(*open_window(*given, width, count, back))
     slots = state.next_slots(width)
     at = slots - 1
     held = state.tokens.gather(1, at)
     if state.inputs is None:
-        return Window(at, held, held, slots)
+        return FedWindow(at, held, held, slots)
     young = None if steady is None else steady.gather(1, at) > 0
     given = (state.tokens, state.inputs, state.lengths, held, at, count, grid, picture, young, ahead)
     fed, replaced, copies = repaired(*given)
-    return Window(at, held, fed, slots, replaced, copies)
+    return FedWindow(at, held, fed, slots, replaced, copies)
 
 
-def chosen(settings: Any, run: Run, state: IdenticalState, width: int) -> Window:
+def chosen(settings: Any, run: Run, state: IdenticalState, width: int) -> FedWindow:
     """Return the next window, with drafts of a drafter where they are better."""
     from visual_spec.samplers.raster.redrafting import Chosen, redrafted
 
@@ -186,11 +186,11 @@ def chosen(settings: Any, run: Run, state: IdenticalState, width: int) -> Window
     source = Chosen(run, state, at[:, 1:], state.window, True, state.steady)
     draft = redrafted(state, at[:, 1:], Draft(held[:, 1:], None, "last call"), settings.redrafts, source)
     run.lap("draft")
-    return Window(at, held, torch.cat([held[:, :1], draft.tokens], 1), slots)
+    return FedWindow(at, held, torch.cat([held[:, :1], draft.tokens], 1), slots)
 
 
 def close(
-    initial: str, run: Run, state: IdenticalState, now: Window, drawn: Tensor, near: Tensor | None
+    initial: str, run: Run, state: IdenticalState, now: FedWindow, drawn: Tensor, near: Tensor | None
 ) -> bool:
     """Commit the draws of a call, and keep the others as drafts. Returns whether slots have entered the window, too."""
     if on_gpu(drawn):
