@@ -2,8 +2,8 @@
 
 python benchmarks/control_pictures.py --models control=FOLDER --out benchmarks/results/shapes-control.json
 
-FOLDER is what `python scripts/train control` wrote; several may be named. The scenes are held out. `shapes` gets the
-caption, a ControlAR the caption and the outline. Figures of pictures come from batches of 12, by the default sampler
+FOLDER is what `scripts/assemble.py shapes_control` wrote; several may be named. The scenes are held out. `shapes` gets
+the caption, a ControlAR the caption and the outline. Figures of pictures come from batches of 12, by the default sampler
 and token by token; a run that was stopped goes on with the rows that `--out` lacks. Times are of single pictures of the
 first model and of `shapes`, all in turn, in processor time.
 

@@ -125,7 +125,8 @@ def test_without_a_control_such_a_model_draws_its_captions(files):
         batch_size=2,
     )
     assert torch.equal(found, plain.tokens)
-    refuses(ValueError, "control", official(files), **texts(2), **draw)
+    refuses(ValueError, "pass control", official(files), **texts(2), **draw)
+    refuses(ValueError, "control_strength=0.5 without", pipe, **texts(2), control_strength=0.5, **draw)
 
 
 def test_pictures_and_arrays_mean_the_same_and_strength_counts(files):

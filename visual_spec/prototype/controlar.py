@@ -137,6 +137,8 @@ class ControlARTransformer(SavedModel):
             ValueError: control pictures that are missing or do not fit each other or the call, or no strength.
         """
         if control is None and self.config["guides"] == "control":
+            if strength != 1.0:
+                raise ValueError(f"control_strength={strength} without a control picture; pass control too.")
             return height, width
         if control is None:
             raise ValueError("this model draws along a control picture; pass control.")
