@@ -3,9 +3,9 @@
 python benchmarks/control_pictures.py --models control=FOLDER --out benchmarks/results/shapes-control.json
 
 FOLDER is what `scripts/assemble.py shapes_control` wrote; several may be named. The scenes are held out. `shapes` gets
-the caption, a ControlAR the caption and the outline. Figures of pictures come from batches of 12, by the default sampler
-and token by token; a run that was stopped goes on with the rows that `--out` lacks. Times are of single pictures of the
-first model and of `shapes`, all in turn, in processor time.
+the caption, a ControlAR the caption and the outline. Figures of pictures come from batches of 12, by the default
+sampler and token by token; a run that was stopped goes on with the rows that `--out` lacks. Times are of single
+pictures of the first model and of `shapes`, all in turn, in processor time.
 
 Edges of a picture are pixels whose left and right, or upper and lower neighbours differ by more than 50 of 255 in a
 channel: textures have none, outlines do. Recall is the share of the outline with an edge within one pixel; precision is
