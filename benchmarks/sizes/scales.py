@@ -20,7 +20,7 @@ from visual_spec.eval.settings import Setting
 from visual_spec.eval.speed import scale_bench, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.timing import Report
-from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
+from visual_spec.models.next_scale.var import PRESETS, SCALES
 from visual_spec.pipelines.placing import choose_device
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
@@ -79,7 +79,7 @@ def random_pipeline(
     sizes: dict[str, Any], *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ScaleImagePipeline:
     """A pipeline of official size with random weights, made on the device it runs on."""
-    pipe = scale_cost.pipeline_on_meta(**sizes, dtype=dtype, kind=VARTransformer)
+    pipe = scale_cost.pipeline_on_meta(**sizes, dtype=dtype)
     for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
         if part is not None:
             fill_at_random(part, dtype=dtype, device=device, seed=seed)

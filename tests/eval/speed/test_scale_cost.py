@@ -10,6 +10,7 @@ from visual_spec.eval.draws import caches_of
 from visual_spec.eval.speed.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.var import PRESETS, SCALES
+from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.scales.schedule import ScaleSchedule
 
 CODES = 4096
@@ -143,11 +144,16 @@ def test_every_weight_of_a_tiny_model_is_read_where_it_is_used():
     assert places == positions
 
 
-def test_the_shapes_are_those_of_the_pipeline():
+def test_the_shapes_and_classes_are_those_of_the_pipeline():
     pipe = tiny_scale_pipeline(num_draft_scales=3)
     copy = like_on_meta(pipe)
-    for name in ("transformer", "refiner", "vq_model"):
-        here, there = (getattr(one, name) for one in (pipe, copy))
+    flexvar = load_pipeline("shapes_flexvar")
+    counted = like_on_meta(flexvar)
+    pairs = [(getattr(pipe, name), getattr(copy, name)) for name in ("transformer", "refiner", "vq_model")]
+    pairs += [(getattr(flexvar, name), getattr(counted, name)) for name in ("transformer", "vq_model")]
+    assert count_decode(counted.stages(), guided=True).forwards == len(flexvar.transformer.scales)
+    for here, there in pairs:
+        assert type(here) is type(there)
         assert all(p.is_meta for p in there.parameters())
         shapes = [{key: value.shape for key, value in one.state_dict().items()} for one in (here, there)]
         assert shapes[0] == shapes[1]

@@ -6,7 +6,7 @@ is read shows, whatever the size. Nothing is measured here; `visual_spec.eval.sp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -57,20 +57,13 @@ class ScaleCost:
         }
 
 
-class MetaVAR(VARTransformer):
-    """A `VARTransformer` of which only shapes are known, so that there are no labels to check."""
-
-    def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Labels have no values here."""
-
-
 def pipeline_on_meta(
     transformer: dict[str, Any],
     vq_model: dict[str, Any],
     refiner: dict[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    kind: type[VARTransformer] = MetaVAR,
+    kinds: Mapping[str, type[nn.Module]] | None = None,
     sampler: ScaleWiseSampler | None = None,
     **settings: Any,
 ) -> ScaleImagePipeline:
@@ -79,21 +72,23 @@ def pipeline_on_meta(
     Args:
         transformer, vq_model, refiner: constructor arguments of its parts.
         dtype: of the weights.
-        kind: class of the models.
+        kinds: classes of the parts, by their names, where they are no `VARTransformer` and `MultiscaleVQModel`.
         sampler: default `ScaleWiseSampler()`.
         settings: of the pipeline.
     """
 
-    def build(model: Any, config: dict[str, Any]) -> Any:
-        plain = {name: value for name, value in config.items() if not name.startswith("_")}
+    def build(name: str, config: dict[str, Any]) -> Any:
+        kind: Any = (kinds or {}).get(name, MultiscaleVQModel if name == "vq_model" else VARTransformer)
         with torch.device("meta"):
-            return nn.Module.to(model(**plain), dtype).eval()
+            part = nn.Module.to(kind.from_config(config), dtype).eval()
+        part.check_condition = lambda *_: None  # labels have no values on the meta device
+        return part
 
     return ScaleImagePipeline(
-        build(kind, transformer),
-        build(MultiscaleVQModel, vq_model),
+        build("transformer", transformer),
+        build("vq_model", vq_model),
         sampler or ScaleWiseSampler(),
-        refiner=None if refiner is None else build(kind, refiner),
+        refiner=None if refiner is None else build("refiner", refiner),
         **settings,
     )
 
@@ -109,6 +104,7 @@ def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
         dict(pipe.vq_model.config),
         refiner,
         dtype=pipe.transformer.dtype,
+        kinds={name: type(part) for name, part in pipe.components.items() if isinstance(part, nn.Module)},
         sampler=pipe.sampler,
         **settings,
     )
@@ -121,7 +117,7 @@ def count_decode(
     """Run the forwards of a schedule of models on the meta device, in the order in which a sampler does, and count.
 
     Args:
-        stages: of `MetaVAR` models, or of these with a compressed cache.
+        stages: of models of `pipeline_on_meta`, or of these with a compressed cache.
         guided: with an unconditional row beside the picture's row, in stages without a law of their own.
         schedule: what the sampler leaves out; None: nothing.
     """
