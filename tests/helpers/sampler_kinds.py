@@ -219,6 +219,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         falls="before", score_temperature=0.8, graph="auto",
         warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None, commit_gaps=None,
     ),
+    "FreeDaveSampler": dict(
+        steps=3, num_drafts=1, acceptance="identical", schedule="arccos", clock="magnet", score="probability",
+        choice_temperature=0.5, span=2, span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2,
+        filtered_score=True, last_temperature=0.5, entropy_bound=0.4, greedy=True, falls="before",
+        score_temperature=0.8, warmup=1, guided_steps=2, second_draw=True, credit=0.5, threshold=None, factor=None,
+        commit_gaps=None,
+    ),
     "ReusingMaskedSampler": dict(
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,

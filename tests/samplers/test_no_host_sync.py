@@ -285,6 +285,7 @@ WAITING = {
     "continuous-jacobi",
     "head-speculation",
     "self-speculative-masked",
+    "freedave",  # and the one that asks whether a state is the one that was drafted
 }
 
 

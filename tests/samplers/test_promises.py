@@ -68,7 +68,7 @@ def plainly(kind: type, **settings: Any) -> Any:
 def plain_of(sampler: Any) -> Any:
     """The plain decoding of its kind of calls, with the same settings of the law."""
     entry = by_class(type(sampler).__name__)
-    if sampler.keeps in (LOSSY, OTHER) or entry.plain or entry.calls == MASKED:
+    if sampler.keeps in (LOSSY, OTHER) or entry.plain:
         return sampler
     plain = next(
         (one for one in all_samplers() if one.plain and KINDS[one.calls] is KINDS[entry.calls]),

@@ -68,6 +68,14 @@ SAMPLERS = (
         parts=(f"{_HERE}.self_speculative.causal_layer:CausalLayer",),
     ),
     SamplerEntry(
+        "freedave",
+        f"{_HERE}.freedave:FreeDaveSampler",
+        MASKED,
+        "identical, to masked decoding with the same settings",
+        settings=(),
+        asks="one codebook",
+    ),
+    SamplerEntry(
         "reusing-masked",
         f"{_HERE}.reuse.masked:ReusingMaskedSampler",
         MASKED,

@@ -122,7 +122,7 @@ class MaskedSampler(Sampler):
                 f"{rule}={self.config[rule]}, but the model has {grid.codebooks} codebooks; pass {rule}=None, which is "
                 "for models of several."
             )
-        wants_graph(self.config.graph, model)  # refuses what cannot be recorded
+        wants_graph(self.config.get("graph", False), model)  # refuses what cannot be recorded
         if parts.get("known_tokens") is not None:
             check_known_tokens(model, parts["known_tokens"], batch_size)
         if parts.get("rescorer") is not None:
@@ -147,7 +147,7 @@ class MaskedSampler(Sampler):
         tokens = torch.full(shape, run.model.mask_id, device=run.device)
         if known is not None:
             tokens.copy_(known.reshape(shape))
-        recording = wants_graph(self.config.graph, run.model)
+        recording = wants_graph(self.config.get("graph", False), run.model)
 
         @functools.cache
         def conditional() -> Any:
@@ -159,7 +159,7 @@ class MaskedSampler(Sampler):
             tokens,
             self._steps(run.model, known),
             model=RecordedCalls(run.model, run.cache) if recording else run.model,
-            meter=Dependence(run.batch_size, run.device) if self.config.measure else None,
+            meter=Dependence(run.batch_size, run.device) if self.config.get("measure") else None,
             conditional=conditional if lean else None,
         )
 
