@@ -197,9 +197,8 @@ class FileLayout:
         second: the argument of `from_official` that takes a second, smaller transformer.
         size: the one that takes the side of the pictures; "": the weights say it.
         tokenizer: the official name of its file.
-        assemble: in place of all these, "module:function" below `visual_spec`: (files and folders, text encoder or
-            None, image size or None, dtype or None) -> the pipeline or model to save, and what each file is:
-            {path: name}.
+        assemble: in place of all these, "module:function" below `visual_spec`: (files and folders, dtype or None) ->
+            the pipeline or model to save, and what each file is: {path: name}.
         recognise: likewise (file or path of a folder) -> whether it is of this layout.
     """
 

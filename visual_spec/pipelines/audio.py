@@ -471,14 +471,8 @@ class AudioPipeline(ReadsText):
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
-        texts = Texts(
-            prompt=prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
+        negative = negative_prompt, negative_prompt_embeds, negative_prompt_attention_mask
+        texts = Texts(prompt, prompt_embeds, prompt_attention_mask, *negative)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_waveforms_per_prompt, law, generator, output_type)
         self.check_logprobs(output_logprobs)

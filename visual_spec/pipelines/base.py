@@ -157,11 +157,8 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     @property
     def guidance_scale(self) -> Any:
         """Guidance of the call that runs, or ran last; the default before the first call."""
-        return (
-            self._guidance_scale
-            if self._guidance_scale is not None
-            else self.default_settings().get("guidance_scale")
-        )
+        own = self._guidance_scale
+        return self.default_settings().get("guidance_scale") if own is None else own
 
     @property
     def num_timesteps(self) -> int:

@@ -77,7 +77,12 @@ def convert(
     own: Any = family.layout
     settings = text_encoder, image_size, dtype
     if own.assemble:
-        made = _named(own.assemble)(sources, *settings)
+        for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} given for {_path(sources[0])}, of {family.name}, which takes none; leave it out."
+                )
+        made = _named(own.assemble)(sources, dtype)
     else:
         made = _assemble(family, sources, *settings)
     return _written(made, out)
@@ -263,9 +268,7 @@ def is_of_wan(source: Path | Checkpoint) -> bool:
     return isinstance(source, Checkpoint) and (is_wan(source) or is_lora(source))
 
 
-def assemble_wan(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
+def assemble_wan(sources: Sequence[File], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
     """The transformer of Self-Forcing's file, for diffusers, and what the files are."""
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     changes = [checkpoint for checkpoint in checkpoints if not is_wan(checkpoint)]
@@ -273,11 +276,6 @@ def assemble_wan(
     if len(checkpoints) != 1 or len(changes) > 1:
         given = " and ".join(str(checkpoint.path) for checkpoint in (*checkpoints, *changes))
         raise ValueError(f"{given} given; pass one transformer of Wan, alone or with one LoRA of it.")
-    for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} given for {checkpoints[0].path}, a transformer of Wan; leave it out."
-            )
     model = load_self_forcing(checkpoints[0], lora=changes[0] if changes else None, dtype=dtype)
     return model, {str(checkpoints[0].path): "Wan"} | {str(change.path): "LoRA of Wan" for change in changes}
 
@@ -287,15 +285,10 @@ def is_of_bitdance(source: Path | Checkpoint) -> bool:
     return isinstance(source, Path) and (source / "vision_head_config.json").is_file()
 
 
-def assemble_bitdance(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
+def assemble_bitdance(sources: Sequence[File], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
     """The pipeline of an official folder of BitDance of texts, and what it is."""
     first = sources[0]
     if len(sources) > 1 or not isinstance(first, Path):
         raise ValueError("a folder of BitDance holds all of its models; pass it alone.")
-    for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
-        if value is not None:
-            raise ValueError(f"{name}={value} given for {first}, a folder of BitDance; leave it out.")
     pipe = components.BitDanceImagePipeline.from_official(first, dtype=dtype)
     return pipe, {str(first): "BitDance of texts"}

@@ -24,9 +24,7 @@ def is_of_maskgct(source: Path | Checkpoint) -> bool:
     return isinstance(source, Checkpoint) and kind_of(source) is not None
 
 
-def assemble(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
+def assemble(sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of the files, and what each of them is.
 
     Raises:
@@ -34,10 +32,6 @@ def assemble(
             the files of one model.
     """
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    if text_encoder is not None or image_size is not None:
-        raise ValueError(
-            "MaskGCT reads phones, and draws nothing; leave the text encoder and image_size out."
-        )
     by_kind: dict[str, Checkpoint] = {}
     for one in checkpoints:
         kind = kind_of(one)

@@ -111,15 +111,13 @@ class DimooImagePipeline(MaskedImagePipeline):
         return cls(model, vq_model.eval(), reader, sampler or PRESETS["dimoo"].sampler())
 
 
-def assemble(
-    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
+def assemble(sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
     """The pipeline of an official folder, for `visual-spec convert`, and what the folder is.
 
     Raises:
         ValueError: something besides the folder.
     """
-    if len(sources) != 1 or text_encoder is not None or image_size is not None:
+    if len(sources) != 1:
         raise ValueError(
             f"{sources[0]} is Lumina-DiMOO, whose folder holds all that it needs; pass it alone."
         )

@@ -197,14 +197,8 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
-        texts = Texts(
-            prompt=prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
+        negative = negative_prompt, negative_prompt_embeds, negative_prompt_attention_mask
+        texts = Texts(prompt, prompt_embeds, prompt_attention_mask, *negative)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
         model = self.sized(*self._drawn_size(height, width, control, control_strength, len(texts)))

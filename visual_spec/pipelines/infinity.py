@@ -227,14 +227,8 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
             `ScaleTrace`, whose tokens are bits.
         """
         laws = self.make_laws(guidance_scale, temperature, top_p)
-        texts = Texts(
-            prompt=prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
+        negative = negative_prompt, negative_prompt_embeds, negative_prompt_attention_mask
+        texts = Texts(prompt, prompt_embeds, prompt_attention_mask, *negative)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ("canvas",))
         self.check_inputs(texts, num_images_per_prompt, laws, generator, output_type)
         self.check_logprobs(output_logprobs)

@@ -120,14 +120,8 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
             return_dict: False returns the tuple (frames, tokens, trace, frame rate).
         """
         law = self.make_law(guidance_scale, temperature, top_k, top_p, guidance_until)
-        texts = Texts(
-            prompt=prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-        )
+        negative = negative_prompt, negative_prompt_embeds, negative_prompt_attention_mask
+        texts = Texts(prompt, prompt_embeds, prompt_attention_mask, *negative)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_videos_per_prompt, law, generator, output_type)
         self.check_logprobs(output_logprobs)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, promise, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, is_of, promise, unwrapped
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
 from visual_spec.samplers.registry import all_samplers, by_name, sampler_class
 
@@ -186,7 +185,7 @@ def _adapter(thing: Any) -> Adapter | None:
     if _is_ours(thing):
         return None
     for path, library, names in ADAPTERS:
-        if any(_is_called(part, library, names) for part in _parts(thing)):
+        if any(is_of(part, names, library) for part in _parts(thing)):
             adapter = _loaded(path)
             if adapter.claims(thing):
                 return adapter
@@ -201,15 +200,6 @@ def _parts(thing: Any) -> Iterator[Any]:
     yield from map(unwrapped, components.values() if isinstance(components, dict) else ())
     for one in (thing, getattr(thing, "model", None)):
         yield getattr(one, "image_head", None)
-
-
-def _is_called(thing: Any, library: str, patterns: Collection[str]) -> bool:
-    """Whether its class, or one that it derives from, is of a library and has such a name."""
-    return any(
-        fnmatchcase(kind.__name__, pattern) and kind.__module__.startswith(f"{library}." if library else "")
-        for kind in type(thing).__mro__
-        for pattern in patterns
-    )
 
 
 def _is_ours(pipe: Any) -> bool:

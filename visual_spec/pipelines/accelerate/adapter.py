@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from visual_spec.samplers.core.precision import low_precision_of
@@ -23,14 +24,14 @@ class Adapter(ABC):
         calls: kinds of calls that its models answer.
         fast_sampler: text of the sampler that `accelerate` sets by default; None: there is nothing to choose.
         options: arguments of `accelerate` beside the sampler that it takes: "drafter", "codes", "end".
-        stem: how the names of classes of transformers begin that are for it, be it to refuse them; "": see `models`.
+        kin: patterns of the names of classes of transformers that are for it, be it to refuse them; else see `models`.
     """
 
     takes: ClassVar[Sequence[str]]
     calls: ClassVar[tuple[str, ...]] = ()
     fast_sampler: ClassVar[str | None]
     options: ClassVar[Collection[str]] = ()
-    stem: ClassVar[str | tuple[str, ...]] = ""
+    kin: ClassVar[Collection[str]] = ()
 
     @abstractmethod
     def models(self, thing: Any) -> Sequence[Any]:
@@ -42,11 +43,7 @@ class Adapter(ABC):
 
     def claims(self, thing: Any) -> bool:
         """Whether an object is for this adapter, be it to refuse it by name."""
-        kinds = type(unwrapped(thing)).__mro__ if self.stem else ()
-        named = any(
-            one.__name__.startswith(self.stem) and one.__module__.startswith("transformers.") for one in kinds
-        )
-        return named or bool(self.models(thing))
+        return is_of(unwrapped(thing), self.kin) or bool(self.models(thing))
 
     def parts(self, model: Any) -> Sequence[Any]:
         """What `accelerate` hangs functions on: a model, and parts of it."""
@@ -174,7 +171,11 @@ def unwrapped(thing: Any) -> Any:
 def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> bool:
     """Whether it is an object of a class of a library ("": of any), or of a subclass, by name: nothing is imported."""
     begins = f"{library}." if library else ""
-    return any(kind.__name__ in names and kind.__module__.startswith(begins) for kind in type(thing).__mro__)
+    return any(
+        fnmatchcase(kind.__name__, name) and kind.__module__.startswith(begins)
+        for kind in type(thing).__mro__
+        for name in names
+    )
 
 
 def refuse_sampler(model: Any, sampler: Any, why: str) -> None:

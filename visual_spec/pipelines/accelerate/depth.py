@@ -134,7 +134,7 @@ class DepthAdapter(Adapter):
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
-        return [model] if is_of(model, MODELS, "") and _decoder(model) is not None else []
+        return [model] if is_of(model, MODELS, "") and self.decoder_of(model) is not None else []
 
     def read_text(self, text: str) -> DepthWindow:
         name, settings = parse_sampler(text)
@@ -154,14 +154,14 @@ class DepthAdapter(Adapter):
         check_window(sampler, type(model).__name__)
         self.restore(thing)
         _, kind, argument = _entry(model)
-        decoder = _decoder(model)
+        decoder = self.decoder_of(model)
         frames = _Frames(decoder, kind(decoder), argument, type(model).__name__, sampler)
         hang(decoder, generate=functools.update_wrapper(functools.partial(frames), decoder.generate))
         hang(model, last_trace=frames.trace)
         return thing
 
     def parts(self, model: Any) -> tuple[Any, ...]:
-        return _decoder(model), model
+        return self.decoder_of(model), model
 
     def line(self, model: Any) -> str:
         trace = model.last_trace
@@ -174,19 +174,14 @@ class DepthAdapter(Adapter):
         return f"{trace.codes} codes a frame in a static cache, {drawn}, {same}"
 
     def decoder_of(self, model: Any) -> Any:
-        """The decoder of the codes of a frame."""
-        return _decoder(model)
+        """The decoder of the codes of a frame; None where the model was built without its talker."""
+        for name in _entry(model)[0].split("."):
+            model = getattr(model, name, None)
+        return model
 
 
 def _entry(model: Any) -> tuple[str, Callable[[Any], DepthDecoder], str]:
     return next(MODELS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in MODELS)
-
-
-def _decoder(model: Any) -> Any:
-    """The depth decoder; None where the model was built without its talker."""
-    for name in _entry(model)[0].split("."):
-        model = getattr(model, name, None)
-    return model
 
 
 class _Frames:

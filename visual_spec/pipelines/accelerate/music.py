@@ -57,7 +57,7 @@ class MusicAdapter(Adapter):
     # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/results/music.md).
     fast_sampler = "columns"
     options = ("drafter",)
-    stem = "Musicgen"
+    kin = ("Musicgen*",)
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)

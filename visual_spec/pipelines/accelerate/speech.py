@@ -109,7 +109,7 @@ class SpeechAdapter(Adapter):
 
     takes = tuple(MODELS)
     fast_sampler = None  # all that is done is exact
-    stem = ("VibeVoice", "PocketTTS")
+    kin = ("VibeVoice*", "PocketTTS*")
 
     def models(self, thing: Any) -> list[Any]:
         model = unwrapped(thing)
