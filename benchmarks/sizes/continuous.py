@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.sizes import room
 from benchmarks.sizes.models import fill_at_random
 from benchmarks.sizes.next_token import time_sampler
 from visual_spec.eval import measure
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
                 rows.append(counted_row(counted, sampler, batch_size, f"{steps} x {levels}"))
     else:
         weights = facts["transformer_parameters"] * dtype.itemsize
-        measure.refuse_what_does_not_fit({"weights": weights}, device)
+        room.refuse_what_does_not_fit({"weights": weights}, device)
         model = mar(size, dtype=dtype, device=device)
         for batch_size in args.batch_sizes:
             rows += measure_calls(

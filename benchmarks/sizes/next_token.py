@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sizes import models
+from benchmarks.sizes import models, room
 from benchmarks.sizes.baselines import Baseline, baselines_of, time_baseline
 from benchmarks.sizes.models import OfficialModel
 from visual_spec.eval import measure
@@ -74,12 +74,12 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     for settings in groups:
         check_settings(settings)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    room = measure.available_memory(device)
+    free = room.available_memory(device)
     needed = _needed_bytes(official, groups, device, dtype)
     batch_size = max(args.batch_sizes)
     window = max(window_of(setting) for settings in groups for setting in settings)
     whole = needed(batch_size, window)
-    measure.refuse_what_does_not_fit(whole, device, at=needed, batch_size=batch_size, window=window)
+    room.refuse_what_does_not_fit(whole, device, at=needed, batch_size=batch_size, window=window)
     models.fill(official, dtype=dtype, device=device, seed=args.seed)
     if args.fuse_projections:
         from visual_spec.models.core.projections import fuse_projections
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
     rows, left_out = [], []
     asked = dict(runs=args.runs, warmup=args.warmup, slots=args.slots, probability=args.accept_probability)
     for batch_size in args.batch_sizes:
-        fits = sum(needed(batch_size, 1, baseline=True).values()) <= room
+        fits = sum(needed(batch_size, 1, baseline=True).values()) <= free
         for settings in groups:
             chosen, others = _chosen_baselines(official, settings[0].law, batch_size, fits=fits)
             left_out += others

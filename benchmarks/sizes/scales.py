@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.sizes import room
 from benchmarks.sizes.models import LAW_ARRAYS, fill_at_random
-from visual_spec.eval import measure
 from visual_spec.eval.defaults import ModelSettings, scale_settings
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.settings import Setting
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
 
     def make() -> ScaleImagePipeline:
         guided = any(settings[0].law.guided for settings in groups)
-        measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
+        room.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
         return random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
 
     return scale_bench.measured(args, counted, groups, make, report, "scale-random-weights")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration
 
-from benchmarks.sizes import models, official
+from benchmarks.sizes import models, official, room
 from benchmarks.sizes import next_token as official_bench
 from tests.helpers.bench import benched
 from tests.helpers.official import add_tiny_presets
@@ -126,7 +126,7 @@ def test_baselines_that_do_not_fit_or_do_not_apply_are_said_to_be_left_out(capsy
     with_baseline = sum(official.needed_bytes(**settings, window=1, baseline=True).values())
     without = sum(official.needed_bytes(**settings, window=2).values())
     assert without < with_baseline
-    monkeypatch.setattr(measure, "available_memory", lambda device: with_baseline - 1)
+    monkeypatch.setattr(room, "available_memory", lambda device: with_baseline - 1)
     document, _, _ = run(capsys, *arguments, "--guidance-scales", "3")
     assert document["left_out"] == [left | {"batch_size": 1, "guidance_scale": 3.0}]
 
@@ -215,7 +215,7 @@ def test_needed_memory_is_what_the_model_and_its_cache_take():
 )
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch, gigabytes, arguments, message):
     monkeypatch.setattr(models, "fill", lambda *_, **__: pytest.fail("made"))
-    monkeypatch.setattr(measure, "available_memory", lambda device: gigabytes * 10**9)
+    monkeypatch.setattr(room, "available_memory", lambda device: gigabytes * 10**9)
     with pytest.raises(ValueError, match=message):
         start = ["--model", "llamagen-7b", "--device", "cpu", "--batch-sizes", "1"]
         official.main([*start, *arguments])
@@ -227,7 +227,7 @@ def test_what_is_said_to_fit_fits_and_nothing_larger(free):
         fed = batch_size * window
         return {"weights": 50, "cache": 9 * batch_size + fed, "logits": 2 * fed}
 
-    found = measure.what_fits(needed, free, 10, 12)
+    found = room.what_fits(needed, free, 10, 12)
     fits = [(b, w) for b in range(1, 11) for w in range(1, 13) if sum(needed(b, w).values()) <= free]
     full = [b for b, w in fits if w == 12]
     if full:
@@ -240,7 +240,7 @@ def test_what_is_said_to_fit_fits_and_nothing_larger(free):
 
 def test_available_memory_is_below_that_of_the_machine():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < measure.available_memory(CPU) <= total
+    assert 0 < room.available_memory(CPU) <= total
 
 
 def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.sizes import official, scales
+from benchmarks.sizes import official, room, scales
 from tests.helpers.bench import benched, check_times
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline
@@ -191,7 +191,7 @@ def test_next_token_models_are_not_counted(tmp_path):
 
 
 def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
-    monkeypatch.setattr(measure, "available_memory", lambda device: 10**4)
+    monkeypatch.setattr(room, "available_memory", lambda device: 10**4)
     monkeypatch.setattr(scales, "random_pipeline", lambda *_, **__: pytest.fail("made"))
     refuses(ValueError, r"GB \(weights", official.main, ["--device", "cpu", "--model", "var-large"])
 
