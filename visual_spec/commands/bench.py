@@ -25,70 +25,35 @@ from visual_spec.files.documents import json_text, write_json
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
-_HOME = {
-    "tokens": "rounds",
-    "columns": "rounds",
-    "scales": "scale_bench",
-}
+_HOME = {"tokens": "rounds", "columns": "rounds", "scales": "scale_bench"}
+# fmt: off
+_OPTIONS = dict(
+    curve=dict(action="store_true", help="count calls over settings; no timing"),
+    windows=dict(type=int, nargs="+", metavar="W", help="measure each sampler that has a window, and is not told one, "
+                 "in all of these (default: its own; where no samplers are named 16 32 64, for music 8 16 32, for a "
+                 "curve 4 8 16 32 64)"),
+    guidance_scales=dict(type=float, nargs="+", metavar="S",
+                         help="guidance scales to measure; 1 turns guidance off (default: the model's own)"),
+    batch_sizes=dict(type=int, nargs="+", default=[1, 8], metavar="B", help="(default: 1 8)"),
+    prompts=dict(type=int, default=32, metavar="N", help="how many prompts (curve: samples per setting)"),
+    runs=dict(type=int, default=5, metavar="N", help="timed rounds, at least 5 (default: 5)"),
+    warmup=dict(type=int, default=1, metavar="N", help="rounds before the timed ones (default: 1)"),
+    skip_uncached=dict(action="store_true", help="leave out the row that decodes without a cache"),
+    count_only=dict(action="store_true", help="next-scale models: count arithmetic and bytes, run nothing"),
+    random_weights=dict(action="store_true", help=argparse.SUPPRESS),  # of earlier versions
+    fuse_projections=dict(action="store_true", help="of next-token models: projections of one input as one matrix "
+                          "product, in all rows"),
+    out=dict(type=Path, metavar="FILE", help="write a JSON document here"),
+    plot=dict(type=Path, metavar="FILE",
+              help="draw the rows against the roofline of the machine: .svg, .pdf or .png"),
+)
+# fmt: on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec bench`."""
     add(parser, "model", "samplers", "masked", "seed", *LAW, *MACHINE, "overwrite", "json")
-    parser.add_argument("--curve", action="store_true", help="count calls over settings; no timing")
-    parser.add_argument(
-        "--windows",
-        type=int,
-        nargs="+",
-        metavar="W",
-        help="measure each sampler that has a window, and is not told one, in all of these (default: its own; where no "
-        "samplers are named 16 32 64, for music 8 16 32, for a curve 4 8 16 32 64)",
-    )
-    parser.add_argument(
-        "--guidance-scales",
-        type=float,
-        nargs="+",
-        metavar="S",
-        help="guidance scales to measure; 1 turns guidance off (default: the model's own)",
-    )
-    _add_rounds(parser)
-    parser.add_argument(
-        "--count-only",
-        action="store_true",
-        help="next-scale models: count arithmetic and bytes, run nothing",
-    )
-    # Of earlier versions.
-    parser.add_argument("--random-weights", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--fuse-projections",
-        action="store_true",
-        help="of next-token models: projections of one input as one matrix product, in all rows",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the rows against the roofline of the machine: .svg, .pdf or .png",
-    )
-
-
-def _add_rounds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 8], metavar="B", help="(default: 1 8)"
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=32, metavar="N", help="how many prompts (curve: samples per setting)"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="timed rounds, at least 5 (default: 5)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=1, metavar="N", help="rounds before the timed ones (default: 1)"
-    )
-    parser.add_argument(
-        "--skip-uncached", action="store_true", help="leave out the row that decodes without a cache"
-    )
+    add(parser, **_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

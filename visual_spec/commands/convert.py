@@ -20,6 +20,17 @@ _DESCRIPTION = """Make a folder, which from_pretrained loads, of official files.
 """
 
 
+# fmt: off
+_OPTIONS = dict(
+    out=dict(type=Path, required=True, metavar="DIR", help="folder for from_pretrained"),
+    text_encoder=dict(metavar="DIR",
+                      help="folder or Hub id of flan-t5-xl, to be copied too; of MusicGen its T5 (t5-base)"),
+    image_size=dict(type=at_least(1), metavar="N", help="pixels (default: what the file or its name says)"),
+    dtype=dict(choices=WEIGHTS, help="of the weights written (default: as in the files)"),
+)
+# fmt: on
+
+
 def add_convert(commands: Any) -> None:
     official = ", ".join(family.name for family in families.all_families() if family.layout)
     convert = commands.add_parser(
@@ -38,19 +49,7 @@ def add_convert(commands: Any) -> None:
         "transformer, for CoDe, and of MAR one that drafts; or Self-Forcing's transformer; or the folder of a MusicGen "
         "of audiocraft; a student of LlamaGen also takes the LlamaGen that taught it",
     )
-    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
-    convert.add_argument(
-        "--text-encoder",
-        metavar="DIR",
-        help="folder or Hub id of flan-t5-xl, to be copied too; of MusicGen its T5 (t5-base)",
-    )
-    convert.add_argument(
-        "--image-size",
-        type=at_least(1),
-        metavar="N",
-        help="pixels (default: what the file or its name says)",
-    )
-    convert.add_argument("--dtype", choices=WEIGHTS, help="of the weights written (default: as in the files)")
+    add(convert, **_OPTIONS)
     add(convert, "overwrite", "json")
     convert.set_defaults(run=run)
 

@@ -30,43 +30,26 @@ if TYPE_CHECKING:
     from visual_spec.eval.settings import Setting
 
 
+# fmt: off
+_OPTIONS = dict(
+    controls=dict(nargs="*", metavar="S",
+                  help="further settings of plain decoding (default: at 0.9 of the temperature, and with other seeds)"),
+    out=dict(type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"),
+    prompts=dict(metavar="FILE", help="prompts to draw, as of visual-spec sample (default: held-out captions)"),
+    samples=dict(type=int, metavar="N", help="prompts (default: 2000; of --prompts all)"),
+    alone=dict(type=int, default=8, metavar="N",
+               help="pictures timed at batch 1 too, at most --samples (default: 8; 0: none)"),
+    guidance_scale=dict(type=float, metavar="S", help="1 turns guidance off (default: the model's own)"),
+    inception=dict(type=Path, metavar="FILE",
+                   help="Inception weights, which add FID (default: torch-fidelity's, if in the cache)"),
+)
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec eval`."""
     add(parser, "model", "samplers", "masked", "batch_size", "seed", *SHARE, *MACHINE, *LAW, "json")
-    parser.add_argument(
-        "--controls",
-        nargs="*",
-        metavar="S",
-        help="further settings of plain decoding (default: at 0.9 of the temperature, and with other seeds)",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="prompts to draw, as of visual-spec sample (default: held-out captions)",
-    )
-    parser.add_argument("--samples", type=int, metavar="N", help="prompts (default: 2000; of --prompts all)")
-    parser.add_argument(
-        "--alone",
-        type=int,
-        default=8,
-        metavar="N",
-        help="pictures timed at batch 1 too, at most --samples (default: 8; 0: none)",
-    )
-    parser.add_argument(
-        "--guidance-scale",
-        type=float,
-        metavar="S",
-        help="1 turns guidance off (default: the model's own)",
-    )
-    parser.add_argument(
-        "--inception",
-        type=Path,
-        metavar="FILE",
-        help="Inception weights, which add FID (default: torch-fidelity's, if in the cache)",
-    )
+    add(parser, **_OPTIONS)
 
 
 def read_settings(

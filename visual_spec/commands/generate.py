@@ -29,6 +29,45 @@ _ALIASES: tuple[tuple[str, Any, str | None, str], ...] = (
     ("--acceptance", "acceptance", "NAME", "identical (same tokens as plain) | exact (same law)"),
     ("--initial-draft", "initial_draft", "NAME", "first draft of a slot, before any call scores it"),
 )
+
+# The other options, by group.
+_OUTPUT = dict(
+    model=dict(help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: "
+               "things, or shapes where that knows more of the words)"),
+    out=dict(type=Path, default=Path("visual-spec-out"), metavar="DIR", help="folder of what is drawn"),
+    num_images=dict(type=at_least(1), default=1, metavar="N", help="pictures per prompt"),
+    batch_size=dict(type=at_least(1), default=8, metavar="N", help="pictures decoded together"),
+    seed=dict(type=at_least(0), default=0, help="of the first picture; the next ones have seed + 1, seed + 2 ..."),
+    dtype=dict(choices=WEIGHTS, help="of the weights (default: as they were saved)"),
+    compare=dict(action="store_true", help="decode plainly too, check equality, draw a sheet and a page"),
+)
+_PAINTING = dict(
+    image=dict(type=Path, metavar="FILE", help="of the size that the model draws"),
+    mask=dict(type=Path, metavar="FILE", help="white where --image is drawn anew"),
+    strength=dict(type=float, metavar="S", help="share of these tokens that is drawn anew (default: all)"),
+)
+_MASKED = dict(metavar="MODEL", help="with --compare: a masked model of the same tokens, which is compared with plain "
+               "decoding of --model")
+_MUSIC = dict(
+    seconds=dict(type=float, metavar="S", help="length (default: as in training)"),
+    extend_stride=dict(type=float, metavar="S", help="go beyond that by a window that moves S seconds"),
+)
+_CONTROL = dict(
+    control=dict(type=Path, metavar="FILE", help="picture to draw along: edges, depth, ..."),
+    control_strength=dict(type=float, metavar="S", help="how strongly (default: 1, as trained; 0: not at all)"),
+)
+_VIDEO = dict(
+    frames=dict(type=at_least(1), metavar="N", help="frames of a clip (default: all)"),
+    policy=dict(metavar="P", help="cache of a model of chunks, such as sliding:window=8 (default: as it was saved)"),
+)
+_FORMAT = dict(choices=("wav", "flac", "ogg", "mp4", "gif", "png"),
+               help="of music (default: wav) or clips (default: mp4; gif and png need no PyAV)")
+_SAMPLER = dict(
+    sampler=dict(metavar="NAME", action="append", help=f"{' | '.join(names())} (default: the fast one of the model); "
+                 "settings may follow, such as tree:depth=4,width=6; `visual-spec models NAME` lists them. Settings "
+                 "alone, as :window=16, change the default"),
+    drafter=dict(metavar="NAME", help="embedded drafter or folder (default: the model's own)"),
+)
 # fmt: on
 
 
@@ -39,34 +78,17 @@ def add_generate(commands: Any) -> None:
     generate.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="(for class models: class names or numbers)"
     )
-    generate.add_argument(
-        "--model",
-        help="embedded name, folder, or Hub id; it says whether pictures, clips or music are made (default: things, or "
-        "shapes where that knows more of the words)",
-    )
-    generate.add_argument(
-        "--out", type=Path, default=Path("visual-spec-out"), metavar="DIR", help="folder of what is drawn"
-    )
-    generate.add_argument(
-        "--num-images", type=at_least(1), default=1, metavar="N", help="pictures per prompt"
-    )
-    generate.add_argument(
-        "--batch-size", type=at_least(1), default=8, metavar="N", help="pictures decoded together"
-    )
-    generate.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        help="of the first picture; the next ones have seed + 1, seed + 2 ...",
-    )
-    generate.add_argument("--dtype", choices=WEIGHTS, help="of the weights (default: as they were saved)")
-    generate.add_argument(
-        "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
-    )
+    add(generate, **_OUTPUT)
     add(generate, "device", "threads", "negative_prompt", "overwrite", "json")
-
-    _add_media(generate)
-    _add_sampler_and_law(generate)
+    paint = generate.add_argument_group("painting into a picture (masked and any-order models)")
+    add(paint, **_PAINTING)
+    add(generate, masked=_MASKED)
+    add(generate.add_argument_group("music"), **_MUSIC)
+    add(generate.add_argument_group("control (ControlAR)"), **_CONTROL)
+    add(generate.add_argument_group("video"), **_VIDEO)
+    add(generate, format=_FORMAT)
+    add(generate.add_argument_group("sampler"), **_SAMPLER)
+    add(generate.add_argument_group("law of a token"), *LAW_SETTINGS)
     short = generate.add_argument_group("short flags")
     for flag, means, metavar, what in _ALIASES:
         if metavar is None:
@@ -75,66 +97,6 @@ def add_generate(commands: Any) -> None:
             write = f":{means}={{}}".format
             short.add_argument(flag, dest="sampler", action="append", type=write, metavar=metavar, help=what)
     generate.set_defaults(run=run, sampler=[], usual=[])
-
-
-def _add_media(generate: argparse.ArgumentParser) -> None:
-    """Return what only some models take: pictures, and what music and clips have."""
-    paint = generate.add_argument_group("painting into a picture (masked and any-order models)")
-    paint.add_argument("--image", type=Path, metavar="FILE", help="of the size that the model draws")
-    paint.add_argument("--mask", type=Path, metavar="FILE", help="white where --image is drawn anew")
-    paint.add_argument(
-        "--strength", type=float, metavar="S", help="share of these tokens that is drawn anew (default: all)"
-    )
-    generate.add_argument(
-        "--masked",
-        metavar="MODEL",
-        help="with --compare: a masked model of the same tokens, which is compared with plain decoding of --model",
-    )
-    music = generate.add_argument_group("music")
-    music.add_argument("--seconds", type=float, metavar="S", help="length (default: as in training)")
-    music.add_argument(
-        "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
-    )
-
-    control = generate.add_argument_group("control (ControlAR)")
-    control.add_argument(
-        "--control", type=Path, metavar="FILE", help="picture to draw along: edges, depth, ..."
-    )
-    control.add_argument(
-        "--control-strength",
-        type=float,
-        metavar="S",
-        help="how strongly (default: 1, as trained; 0: not at all)",
-    )
-
-    video = generate.add_argument_group("video")
-    video.add_argument("--frames", type=at_least(1), metavar="N", help="frames of a clip (default: all)")
-    video.add_argument(
-        "--policy",
-        metavar="P",
-        help="cache of a model of chunks, such as sliding:window=8 (default: as it was saved)",
-    )
-    generate.add_argument(
-        "--format",
-        choices=("wav", "flac", "ogg", "mp4", "gif", "png"),
-        help="of music (default: wav) or clips (default: mp4; gif and png need no PyAV)",
-    )
-
-
-def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
-    sampler = generate.add_argument_group("sampler")
-    sampler.add_argument(
-        "--sampler",
-        metavar="NAME",
-        action="append",
-        help=f"{' | '.join(names())} (default: the fast one of the model); settings may follow, such as "
-        "tree:depth=4,width=6; `visual-spec models NAME` lists them. Settings alone, as :window=16, change the default",
-    )
-    sampler.add_argument(
-        "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
-    )
-
-    add(generate.add_argument_group("law of a token"), *LAW_SETTINGS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -46,14 +46,8 @@ class Parser(argparse.ArgumentParser):
             ("quiet", logging.ERROR, "no progress and no warnings"),
             ("verbose", logging.DEBUG, "say more: what was loaded, what each batch cost"),
         ):
-            level.add_argument(
-                f"--{flag}",
-                dest="log_level",
-                action="store_const",
-                const=value,
-                default=argparse.SUPPRESS,
-                help=what,
-            )
+            stored = dict(dest="log_level", action="store_const", default=argparse.SUPPRESS)
+            level.add_argument(f"--{flag}", const=value, help=what, **stored)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if "_ARGCOMPLETE" in os.environ and not Parser._completing:  # a shell asks what may come next
@@ -185,10 +179,10 @@ MACHINE = ("device", "dtype", "threads")
 SHARE = ("rank", "shards")
 
 
-def add(parser: Any, *names: str) -> None:
-    """Add options of `OPTIONS` to a parser or a group of it."""
-    for name in names:
-        parser.add_argument(f"--{name.replace('_', '-')}", **OPTIONS[name])
+def add(parser: Any, *names: str, **others: dict[str, Any]) -> None:
+    """Add options of `OPTIONS`, and others by what `add_argument` takes, to a parser or a group of it."""
+    for name, option in ({name: OPTIONS[name] for name in names} | others).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
 
 
 def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:

@@ -18,6 +18,16 @@ from visual_spec.commands.options import add, command
 from visual_spec.files.documents import json_text
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
+# fmt: off
+_OPTIONS = dict(
+    out=dict(type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"),
+    chart=dict(type=Path, metavar="FILE", help="write the chart too, as .png, .svg or .pdf"),
+    table=dict(type=Path, metavar="FILE", help="write a table of the methods too, as .tex, .md or .csv"),
+    pictures=dict(type=int, default=200, metavar="N", help="of folders: samples side by side (default: 200)"),
+    title=dict(metavar="TEXT", help="of the page"),
+)
+# fmt: on
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec report`."""
@@ -28,23 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RESULTS.json|DIR",
         help="results of eval, or folders of samples",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
-    )
-    parser.add_argument(
-        "--chart", type=Path, metavar="FILE", help="write the chart too, as .png, .svg or .pdf"
-    )
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="write a table of the methods too, as .tex, .md or .csv"
-    )
-    parser.add_argument(
-        "--pictures",
-        type=int,
-        default=200,
-        metavar="N",
-        help="of folders: samples side by side (default: 200)",
-    )
-    parser.add_argument("--title", metavar="TEXT", help="of the page")
+    add(parser, **_OPTIONS)
     add(parser, "overwrite", "json")
 
 

@@ -22,48 +22,32 @@ if TYPE_CHECKING:
     from visual_spec.eval.quality.sample_set import SampleSet
 
 
+# fmt: off
+_PROMPTS = dict(
+    prompts=dict(required=True, metavar="FILE", help=".txt (one a line), .jsonl, .csv, .tsv, COCO captions or a list "
+                 "(.json), GenEval's .jsonl, DPG-Bench's folder, VBench_full_info.json; or classes, of a class model"),
+    num=dict(type=int, metavar="N", help="samples (default: one a prompt; GenEval and DPG four, VBench five)"),
+    sampler=dict(metavar="S", help="name or name:setting=value,... (default: plain decoding); temperature, top_k, "
+                 "top_p and guidance_scale may be set too"),
+)
+_OUTPUT = dict(
+    logprobs=dict(action="store_true", help="keep every token and its log-probability too, for those who train: "
+                  "safetensors files under rollouts/"),
+    out=dict(type=Path, required=True, metavar="DIR", help="goes on if samples are there"),
+)
+_ENGINE = dict(
+    engine=dict(default="processes", choices=["processes", "ray"], help="ray: Ray Data, one actor a GPU or processor "
+                "core (default: this process, or torchrun's processes)"),
+    workers=dict(type=int, metavar="N", help="actors of Ray (default: as many as its cluster has GPUs or cores)"),
+)
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec sample`."""
-    add(parser, "model")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help=".txt (one a line), .jsonl, .csv, .tsv, COCO captions or a list (.json), GenEval's .jsonl, DPG-Bench's "
-        "folder, VBench_full_info.json; or classes, of a class model",
-    )
-    parser.add_argument(
-        "--num",
-        type=int,
-        metavar="N",
-        help="samples (default: one a prompt; GenEval and DPG four, VBench five)",
-    )
-    parser.add_argument(
-        "--sampler",
-        metavar="S",
-        help="name or name:setting=value,... (default: plain decoding); temperature, top_k, top_p and guidance_scale "
-        "may be set too",
-    )
-    add(parser, "negative_prompt")
-    parser.add_argument(
-        "--logprobs",
-        action="store_true",
-        help="keep every token and its log-probability too, for those who train: safetensors files under rollouts/",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="goes on if samples are there")
-    add(parser, "batch_size", "seed", *SHARE)
-    parser.add_argument(
-        "--engine",
-        default="processes",
-        choices=["processes", "ray"],
-        help="ray: Ray Data, one actor a GPU or processor core (default: this process, or torchrun's processes)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="actors of Ray (default: as many as its cluster has GPUs or cores)",
-    )
+    add(parser, "model", **_PROMPTS)
+    add(parser, "negative_prompt", **_OUTPUT)
+    add(parser, "batch_size", "seed", *SHARE, **_ENGINE)
     add(parser, *MACHINE, "json")
 
 

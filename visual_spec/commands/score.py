@@ -24,54 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from visual_spec.eval.quality.metric_table import names_of, options
 
     parser.add_argument("folder", type=Path, metavar="DIR", help="the samples, or an .npz file of pictures")
-    parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="DIR",
-        help="true samples: a folder, or ADM's .npz with arr_0 or mu and sigma",
-    )
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        metavar="M",
-        help=f"of pictures {' '.join(names_of('image'))}, of clips {' '.join(names_of('audio'))}, of videos "
-        f"{' '.join(names_of('video'))} (default: shapes, mel or frames)",
-    )
-    parser.add_argument(
-        "--compare-to",
-        type=Path,
-        metavar="DIR",
-        help="another set for the same prompts and seeds, such as plain decoding's: share of equal samples, and "
-        "difference of the distances with its own interval",
+    # fmt: off
+    add(
+        parser,
+        reference=dict(type=Path, metavar="DIR",
+                       help="true samples: a folder, or ADM's .npz with arr_0 or mu and sigma"),
+        metrics=dict(nargs="+", metavar="M", help=f"of pictures {' '.join(names_of('image'))}, of clips "
+                     f"{' '.join(names_of('audio'))}, of videos {' '.join(names_of('video'))} (default: shapes, mel or "
+                     "frames)"),
+        compare_to=dict(type=Path, metavar="DIR", help="another set for the same prompts and seeds, such as plain "
+                        "decoding's: share of equal samples, and difference of the distances with its own interval"),
     )
     for option, source in options().items():
-        parser.add_argument(
-            f"--{option.replace('_', '-')}",
-            type=Path,
-            metavar="DIR" if source.folder else "FILE",
-            help=source.what + (": a program, see --trust-program" if source.program else ""),
-        )
-    parser.add_argument(
-        "--trust-program",
-        action="store_true",
-        help="run the program in the file of --i3d, which may read, write and send all that you may",
+        what = source.what + (": a program, see --trust-program" if source.program else "")
+        add(parser, **{option: dict(type=Path, metavar="DIR" if source.folder else "FILE", help=what)})
+    add(
+        parser,
+        trust_program=dict(action="store_true", help="run the program in the file of --i3d, which may read, write and "
+                           "send all that you may"),
+        size=dict(type=int, metavar="N", help="resize pictures to N pixels first, as clean-fid (default: as they are)"),
+        out=dict(type=Path, metavar="DIR", help="scores (default: DIR/scores)"),
+        features=dict(type=Path, metavar="DIR",
+                      help="features, which several sets with one reference may share (default: in --out)"),
+        write_npz=dict(type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"),
     )
-    parser.add_argument(
-        "--size",
-        type=int,
-        metavar="N",
-        help="resize pictures to N pixels first, as clean-fid (default: as they are)",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="scores (default: DIR/scores)")
-    parser.add_argument(
-        "--features",
-        type=Path,
-        metavar="DIR",
-        help="features, which several sets with one reference may share (default: in --out)",
-    )
-    parser.add_argument(
-        "--write-npz", type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"
-    )
+    # fmt: on
     add(parser, "batch_size", *SHARE, "device", "threads", "json")
 
 

@@ -18,17 +18,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visual_spec.commands.options import Parser, is_quiet, logger
+from visual_spec.commands.options import Parser, add, is_quiet, logger
 from visual_spec.samplers.registry import RASTER
 
 # What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
+# fmt: off
+_OPTIONS = dict(
+    engine=dict(choices=("vllm", "ray", "sglang"), default="vllm", help="what draws"),
+    host=dict(default="127.0.0.1", help="address to listen on (default: this machine only)"),
+    port=dict(type=int, default=8000, help="to listen on"),
+    api_key=dict(help="what clients must send as a bearer token (default: VISUAL_SPEC_API_KEY, else none)"),
+    window=dict(type=int, default=32, metavar="W", help="vllm: slots of a call; 1: no window"),
+    pictures=dict(type=int, default=8, metavar="N", help="pictures drawn at once (ray: in a batch)"),
+    replicas=dict(default="1", help="ray: a number, or auto"),
+    sampler=dict(metavar="TEXT", help="ray, sglang: a sampler (default: the fast one of the model)"),
+    dtype=dict(default="float32", help="vllm, sglang: of the computation"),
+    queue=dict(type=int, default=64, metavar="N", help="pictures accepted and not finished; else 429"),
+    max_n=dict(type=int, default=8, metavar="N", help="pictures of a request"),
+    max_prompt=dict(type=int, default=2000, metavar="N", help="letters of a prompt"),
+    max_body=dict(type=int, default=65536, metavar="N", help="bytes of a request; else 413"),
+)
+# fmt: on
 _SECONDS = (
     ("timeout", 600, "of a request, until its answer is sent; else 504"),
-    ("read-timeout", 30, "for a request to come in; else 408, or the connection is closed"),
-    ("step-timeout", 300, "of a step of vLLM, else the process ends with status 1; or of a batch of Ray"),
-    ("shutdown-timeout", 25, "for requests to end after SIGTERM; then they are cut off"),
+    ("read_timeout", 30, "for a request to come in; else 408, or the connection is closed"),
+    ("step_timeout", 300, "of a step of vLLM, else the process ends with status 1; or of a batch of Ray"),
+    ("shutdown_timeout", 25, "for requests to end after SIGTERM; then they are cut off"),
 )
 
 
@@ -38,41 +55,15 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="visual-spec serve", description=__doc__)
     parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
-    parser.add_argument("--engine", choices=("vllm", "ray", "sglang"), default="vllm", help="what draws")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="to listen on")
-    parser.add_argument(
-        "--api-key", help="what clients must send as a bearer token (default: VISUAL_SPEC_API_KEY, else none)"
-    )
-    parser.add_argument(
-        "--window", type=int, default=32, metavar="W", help="vllm: slots of a call; 1: no window"
-    )
-    parser.add_argument(
-        "--pictures", type=int, default=8, metavar="N", help="pictures drawn at once (ray: in a batch)"
-    )
-    parser.add_argument("--replicas", default="1", help="ray: a number, or auto")
-    parser.add_argument(
-        "--sampler", metavar="TEXT", help="ray, sglang: a sampler (default: the fast one of the model)"
-    )
-    parser.add_argument("--dtype", default="float32", help="vllm, sglang: of the computation")
-    parser.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="pictures accepted and not finished; else 429"
-    )
-    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="pictures of a request")
-    parser.add_argument("--max-prompt", type=int, default=2000, metavar="N", help="letters of a prompt")
-    parser.add_argument(
-        "--max-body", type=int, default=65536, metavar="N", help="bytes of a request; else 413"
-    )
+    add(parser, **_OPTIONS)
     for name, default, what in _SECONDS:
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="SECONDS", help=what)
+        add(parser, **{name: dict(type=int, default=default, metavar="SECONDS", help=what)})
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    seconds = (name.replace("-", "_") for name, *_ in _SECONDS)
+    seconds = (name for name, *_ in _SECONDS)
     for name in ("pictures", "queue", "max_n", "max_prompt", "max_body", "window", *seconds):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}; pass at least 1.")
