@@ -22,7 +22,6 @@ from tests.helpers.official import add_tiny_presets, write_class_model, write_to
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_masked_pipeline, tiny_pipeline
 from visual_spec import cli
-from visual_spec.commands.main import _OWN_ARGUMENTS
 from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.core.base import Sampler
@@ -358,7 +357,7 @@ def test_out_of_memory_is_one_line_that_names_the_size_of_batches(model, tmp_pat
     check_refused(status, "pass a smaller --batch-size", capsys, tmp_path)
     options: dict[Any, str] = dict(eval="size", sample="size", score="size", bench="sizes")
     for command, option in options.items():
-        module = importlib.import_module(_OWN_ARGUMENTS[command][0])
+        module = importlib.import_module(f"visual_spec.commands.{command}")
         capsys.readouterr()
         with pytest.raises(SystemExit):
             module.main(["--help"])

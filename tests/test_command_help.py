@@ -34,7 +34,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> a
 
     monkeypatch.setattr(Parser, "parse_args", grab)
     with pytest.raises(Grabbed):
-        importlib.import_module(_OWN_ARGUMENTS[request.param][0]).main([])
+        importlib.import_module(f"visual_spec.commands.{request.param}").main([])
     return found[0]
 
 

@@ -130,9 +130,8 @@ def known_words(pipe: Any) -> tuple[list[str], str]:
     labels = [str(label) for label in pipe.config.get("id2label") or ()]
     if labels:
         return labels, "**Classes**: " + ", ".join(labels)
-    vocabulary = (
-        getattr(getattr(getattr(pipe, "text_encoder", None), "config", None), "vocabulary", None) or ()
-    )
+    config = getattr(getattr(pipe, "text_encoder", None), "config", None)
+    vocabulary = getattr(config, "vocabulary", None) or ()
     examples = [prompt for prompt in _PROMPTS if not unknown_words(pipe, prompt)] if vocabulary else []
     return examples, "**Words**: " + ", ".join(vocabulary) if vocabulary else ""
 
@@ -188,11 +187,7 @@ def make_page(models: Sequence[str], device: str | None = None, dtype: str = "fl
         pipe = loaded(model)
         (examples, line), samplers = known_words(pipe), fitting_samplers(pipe)
         first = examples[0] if examples else ""
-        return (
-            gradio.Dropdown(examples, value=first),
-            gradio.Dropdown(samplers, value=samplers[0]),
-            line,
-        )
+        return gradio.Dropdown(examples, value=first), gradio.Dropdown(samplers, value=samplers[0]), line
 
     with gradio.Blocks(title="visual-spec", analytics_enabled=False) as page:
         with gradio.Row():
@@ -235,15 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--model {args.model} makes {medium}; the page shows pictures.")
     first = args.model or "things"
     page = make_page([first, *(name for name in pictures if name != first)], args.device, args.dtype)
-    page.launch(server_name="127.0.0.1", server_port=args.port, share=False, quiet=is_quiet(), theme=_theme())
-    return 0
-
-
-def _theme() -> Any:
-    """Fonts of the system: others would be fetched from the network."""
     import gradio  # pyright: ignore[reportMissingImports]
 
-    return gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    # Fonts of the system: others would be fetched from the network.
+    theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    page.launch(server_name="127.0.0.1", server_port=args.port, share=False, quiet=is_quiet(), theme=theme)
+    return 0
 
 
 if __name__ == "__main__":

@@ -97,8 +97,12 @@ def generate(args: argparse.Namespace) -> int:
     pipe.set_progress_bar_config(disable=is_quiet())
     name, sampler, refiner = chosen or _sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
-        same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
-        raise ValueError(f"{same}; {_another_sampler(pipe)}.")
+        other = pipe.facts.shorter_sampler or f"{SLOWER}, or a --masked model"
+        alone = all(entry.name == pipe.plain_sampler for entry in fitting(pipe.calls))
+        raise ValueError(
+            f"{args.model} decodes plainly by default, and --compare would compare that with itself; "
+            + ("no other sampler fits it, so leave --compare out." if alone else f"name --sampler {other}.")
+        )
     settings |= _lengths(args)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
@@ -160,18 +164,18 @@ class _Generation:
                 rate = getattr(output, medium.rate) if medium.rate else None
                 content = medium.encode(getattr(output, medium.field)[index], rate, self.args.format)
                 write_atomically(path, content, overwrite=self.args.overwrite)
-                rows.append(
-                    {
-                        "prompt": prompt,
-                        "seed": seed,
-                        "file": str(path),
-                        "calls": int(output.trace.target_calls[index]),
-                        f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
-                        "batch_seconds": output.trace.seconds,
-                        "output_law": output.trace.output_law,
-                        **_near_ties(output.trace, index),
-                    }
-                )
+                row = {
+                    "prompt": prompt,
+                    "seed": seed,
+                    "file": str(path),
+                    "calls": int(output.trace.target_calls[index]),
+                    f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
+                    "batch_seconds": output.trace.seconds,
+                    "output_law": output.trace.output_law,
+                }
+                if output.trace.near_ties is not None:
+                    row["near_ties"] = int(output.trace.near_ties[index])
+                rows.append(row)
         self.document[medium.words.key] = rows
         lines = [
             [
@@ -204,7 +208,9 @@ class _Generation:
         *sheets, page, _ = reports
         for sheet in sheets:
             write_atomically(sheet, png_bytes(contact_sheet(rows)), overwrite=overwrite)
-        write_html(rows, page, facts=_facts(self.document), overwrite=overwrite)
+        facts = {key: told for key, told in self.document.items() if not isinstance(told, (dict, list))}
+        facts["sampler"] = ", ".join(f"{key}={told}" for key, told in self.document["sampler"].items())
+        write_html(rows, page, facts=facts, overwrite=overwrite)
         self.document["comparison"] = [
             {
                 "prompt": row.prompt,
@@ -218,7 +224,7 @@ class _Generation:
                 "identical": row.identical,
                 "output_law": row.output_law,
                 **({} if row.near_ties is None else {"near_ties": row.near_ties}),
-                **_head_calls(row),
+                **dict(zip(("plain_head_calls", "head_calls"), row.head_calls or (), strict=False)),
             }
             for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
         ]
@@ -227,17 +233,6 @@ class _Generation:
         samples = medium.words.samples if len(self.files) != 1 else medium.words.samples.removesuffix("s")
         print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {samples}")
         return _verdict(rows, medium)
-
-
-def _near_ties(trace: Any, index: int) -> dict[str, int]:
-    """The number of near-ties of a sample, where they were counted."""
-    return {} if trace.near_ties is None else {"near_ties": int(trace.near_ties[index])}
-
-
-def _head_calls(row: Any) -> dict[str, int]:
-    """Calls of the head, where a model of continuous tokens has one."""
-    calls = row.head_calls
-    return {} if calls is None else {"plain_head_calls": calls[0], "head_calls": calls[1]}
 
 
 def _joined(laws: Sequence[str]) -> list[str]:
@@ -282,18 +277,17 @@ def _verdict(rows: Sequence[Any], medium: MediumFiles) -> int:
 
 def _comparison_table(rows: Sequence[Any], unit: str) -> str:
     header = ["prompt", "calls", f"{unit}s/call", "seconds", "speed-up", "identical"]
-    lines = []
-    for row in rows:
-        lines.append(
-            [
-                row.prompt,
-                f"{row.plain_calls} -> {row.fast_calls}",
-                f"{row.plain_per_call:.2f} -> {row.per_call:.2f}",
-                f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
-                f"{row.speed_up:.2f}x" if row.speed_up else "-",
-                "yes" if row.identical else "no",
-            ]
-        )
+    lines = [
+        [
+            row.prompt,
+            f"{row.plain_calls} -> {row.fast_calls}",
+            f"{row.plain_per_call:.2f} -> {row.per_call:.2f}",
+            f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
+            f"{row.speed_up:.2f}x" if row.speed_up else "-",
+            "yes" if row.identical else "no",
+        ]
+        for row in rows
+    ]
     if all(row.head_calls for row in rows):
         header.insert(2, "head calls")
         for line, row in zip(lines, rows, strict=True):
@@ -362,13 +356,6 @@ def _sampler(args: argparse.Namespace, pipe: Any = None) -> Any:
     return name, sampler, refiner
 
 
-def _another_sampler(pipe: Any) -> str:
-    """Return what to do to compare with plain decoding where that is the fastest."""
-    name = pipe.facts.shorter_sampler or f"{SLOWER}, or a --masked model"
-    alone = all(entry.name == pipe.plain_sampler for entry in fitting(pipe.calls))
-    return "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {name}"
-
-
 def _chosen(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The options of these names that the command sets."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -376,8 +363,9 @@ def _chosen(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 def _lengths(args: argparse.Namespace) -> dict[str, Any]:
     """What the options say about the length of a clip, by the names that pipelines give it."""
-    lengths = {"num_frames": args.frames, "audio_length_in_s": args.seconds}
-    lengths["extend_stride_in_s"] = args.extend_stride
+    lengths = dict(
+        num_frames=args.frames, audio_length_in_s=args.seconds, extend_stride_in_s=args.extend_stride
+    )
     return {name: value for name, value in lengths.items() if value is not None}
 
 
@@ -440,13 +428,6 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, 
         raise ValueError(str(error)) from error
     finally:
         pipe.sampler = before
-
-
-def _facts(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page says about the run: the scalars of the document, and the sampler's settings."""
-    facts = {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
-    settings = document["sampler"]
-    return {**facts, "sampler": ", ".join(f"{name}={value}" for name, value in settings.items())}
 
 
 def _slug(prompt: str, otherwise: str) -> str:

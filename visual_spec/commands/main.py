@@ -22,25 +22,13 @@ from visual_spec.commands.options import Parser, show_warning
 from visual_spec.files.program import run_program
 
 _OWN_ARGUMENTS = {
-    "bench": ("visual_spec.commands.bench", "measure calls and seconds"),
-    "eval": ("visual_spec.commands.eval", "what samplers gain, and what it costs in quality"),
-    "sample": (
-        "visual_spec.commands.sample",
-        "draw a set of samples as files, on any number of processes",
-    ),
-    "score": (
-        "visual_spec.commands.score",
-        "FID, KID, IS, precision, recall, CLIP, FVD of such a set",
-    ),
-    "report": (
-        "visual_spec.commands.report",
-        "a page of the results of eval, or of sampled sets",
-    ),
-    "app": (
-        "visual_spec.commands.app",
-        "a page on this machine: plain and accelerated decoding side by side",
-    ),
-    "serve": ("visual_spec.commands.serve", "pictures over HTTP, by vLLM or Ray Serve"),
+    "bench": "measure calls and seconds",
+    "eval": "what samplers gain, and what it costs in quality",
+    "sample": "draw a set of samples as files, on any number of processes",
+    "score": "FID, KID, IS, precision, recall, CLIP, FVD of such a set",
+    "report": "a page of the results of eval, or of sampled sets",
+    "app": "a page on this machine: plain and accelerated decoding side by side",
+    "serve": "pictures over HTTP, by vLLM or Ray Serve",
 }
 # The commands that decode batches, and what to pass when there is no memory for one.
 _BATCHES: dict[str, str] = dict.fromkeys(("generate", "eval", "sample", "score"), "a smaller --batch-size")
@@ -58,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate(commands)
     add_convert(commands)
     add_models(commands)
-    for name, (_, what) in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
+    for name, what in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
         commands.add_parser(name, help=f"{what}; see visual-spec {name} --help", add_help=False)
     return parser
 
@@ -86,7 +74,7 @@ def _run(arguments: list[str]) -> int:
         if arguments and arguments[0] in _OWN_ARGUMENTS:
             os.environ["_ARGCOMPLETE"] = "2"  # words before the options of the command
     if arguments and arguments[0] in _OWN_ARGUMENTS:
-        module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
+        module = importlib.import_module(f"visual_spec.commands.{arguments[0]}")
         return module.main(arguments[1:]) or 0
     args = build_parser().parse_args(arguments)
     return args.run(args)

@@ -129,11 +129,8 @@ def _official(found: list[tuple[Family, list[KnownModel]]], others: list[str]) -
     Args:
         others: lines on models that are of no family.
     """
-    text = (
-        ["\n".join(_filled(f"visual_spec.accelerate(model) of {line}", "") for line in others)]
-        if others
-        else []
-    )
+    told = [_filled(f"visual_spec.accelerate(model) of {line}", "") for line in others]
+    text = ["\n".join(told)] if told else []
     for family, sizes in found:
         load = family.load or ", ".join(f"{name}.from_official" for name in family.pipelines)
         lines = [f"{family.name}: {load or 'visual_spec.accelerate(model)'}"]

@@ -70,7 +70,10 @@ class Parser(argparse.ArgumentParser):
             from visual_spec.pipelines.embedded import refuse_no_pipeline
 
             refuse_no_pipeline(model)  # before PyTorch is imported
-        _set_level(getattr(parsed[0], "log_level", logging.INFO))
+        logger.setLevel(getattr(parsed[0], "log_level", logging.INFO))
+        if not logger.handlers:
+            logger.addHandler(_Stderr())
+            logger.propagate = False
         return parsed
 
     def _every_action(self) -> Iterable[argparse.Action]:
@@ -108,13 +111,6 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
-
-
-def _set_level(level: int) -> None:
-    logger.setLevel(level)
-    if not logger.handlers:
-        logger.addHandler(_Stderr())
-        logger.propagate = False
 
 
 def is_quiet() -> bool:

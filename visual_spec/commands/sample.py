@@ -97,16 +97,9 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
     elif prompts is None and args.num is None:
         raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
     prompts = prompts or PromptSet(("",))
-    sizes = len(prompts) if args.num is None else args.num, args.batch_size, args.model
-    return SampleSet(
-        pipe,
-        setting,
-        prompts,
-        args.out,
-        *sizes,
-        negative_prompt=args.negative_prompt,
-        logprobs=args.logprobs,
-    )
+    count = len(prompts) if args.num is None else args.num
+    more = dict(negative_prompt=args.negative_prompt, logprobs=args.logprobs)
+    return SampleSet(pipe, setting, prompts, args.out, count, args.batch_size, args.model, **more)
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -77,15 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve_tokens(args)
     _check_model(args)
     serving = _required("visual_spec.serving.server")
-    limits = serving.Limits(
-        args.max_body,
-        args.max_prompt,
-        args.max_n,
-        args.queue,
-        args.timeout,
-        args.read_timeout,
-        args.step_timeout,
-    )
+    seconds = args.timeout, args.read_timeout, args.step_timeout
+    limits = serving.Limits(args.max_body, args.max_prompt, args.max_n, args.queue, *seconds)
     level = "error" if is_quiet() else "info"
     server = serving.Server(
         lambda: _painter(args), limits, key, shutdown=args.shutdown_timeout, log_level=level
