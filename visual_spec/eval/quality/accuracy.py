@@ -12,25 +12,8 @@ from visual_spec.eval.intervals import rate, share_figure
 from visual_spec.eval.tables import column, interval, table
 
 # All that the parsers of the procedural data read, in the order of tables.
-ATTRIBUTES = tuple(
-    dict.fromkeys(
-        (
-            *(
-                "one_object",
-                "thing",
-                "shape",
-                "colour",
-                "size",
-                "count",
-                "relation",
-                "direction",
-                "speed",
-                "ending",
-            ),
-            *("background", "texture", "camera", "consistency", *tunes.ATTRIBUTES),
-        )
-    )
-)
+_SEEN = "one_object thing shape colour size count relation direction speed ending background texture camera consistency"
+ATTRIBUTES = tuple(dict.fromkeys((*_SEEN.split(), *tunes.ATTRIBUTES)))
 
 
 def hits_of(attributes: Tensor) -> list[dict[str, bool]]:

@@ -55,7 +55,8 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     differing = [name for name in names if runs[0].get(name) != runs[1].get(name)]
     same = rate(drawn.same(other))
     laws = [_law_settings(one.lines[0], run) for one, run in zip((drawn, other), runs, strict=True)]
-    promises = {_promise_of(line) for line in drawn.lines}
+    # What a sample keeps of plain decoding with its own law settings. Earlier versions knew no other.
+    promises = {line.get("own_promise", line.get("promise", UNKNOWN)) for line in drawn.lines}
     plain = {entry.class_name for entry in all_samplers() if entry.plain}
     comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain
     promise = promises.pop() if comparable and len(promises) == 1 else UNKNOWN
@@ -94,11 +95,6 @@ def summary(comparison: dict[str, Any]) -> str:
         text += f" Divergence, as it measured: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed "
         text += "over a sample."
     return text
-
-
-def _promise_of(line: Mapping[str, Any]) -> str:
-    """What a sample keeps of plain decoding with its own law settings. Earlier versions knew no other."""
-    return line.get("own_promise", line.get("promise", UNKNOWN))
 
 
 def _law_settings(line: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:

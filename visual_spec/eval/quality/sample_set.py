@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from einops import rearrange
 from PIL import Image
 
 from visual_spec.eval import draws
@@ -278,10 +279,12 @@ class SampleSet:
                     name = f"vbench/{self.prompts.texts[prompt]}-{first + place}.mp4"
                     write_atomically(self._place(name), video_bytes(frames, _VBENCH_RATE), overwrite=True)
             else:
-                four = [self.folder / self.file_of(turn * 4 + place) for place in range(4)]
-                grid = png_bytes(_grid([Image.fromarray(read_picture(path)) for path in four]))
+                four = [read_picture(self.folder / self.file_of(turn * 4 + place)) for place in range(4)]
+                grid = rearrange(np.stack(four), "(a b) h w c -> (a h) (b w) c", a=2)
                 name = self.prompts.names[prompt]
-                write_atomically(self._place(f"grids/{name}.png"), grid, overwrite=True)
+                write_atomically(
+                    self._place(f"grids/{name}.png"), png_bytes(Image.fromarray(grid)), overwrite=True
+                )
 
 
 def sample(
@@ -486,12 +489,3 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
     if differing:
         changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
         raise ValueError(f"{path.parent} holds samples of other settings ({changes}); pass another folder")
-
-
-def _grid(pictures: list[Image.Image]) -> Image.Image:
-    """Four pictures in two rows."""
-    width, height = pictures[0].size
-    grid = Image.new("RGB", (2 * width, 2 * height))
-    for place, picture in enumerate(pictures):
-        grid.paste(picture, (place % 2 * width, place // 2 * height))
-    return grid

@@ -28,7 +28,8 @@ def read_groups(
         ValueError: a setting that cannot be read, a law out of range, or windows where no setting has one.
     """
     asked = known.others if args.samplers is None else args.samplers
-    windows = args.windows or (() if args.samplers else _usual_windows(known, args.curve))
+    usual = WINDOWS.get(known.facts.unit, ())
+    windows = args.windows or (() if args.samplers else CURVE_WINDOWS if args.curve and usual else usual)
     texts = [known.plain, *(text for one in asked for text in in_windows(one, windows))]
     if args.windows and not any(has_window(text) for text in asked):
         raise ValueError(
@@ -56,8 +57,3 @@ def in_windows(text: str, windows: Sequence[int]) -> list[str]:
 def has_window(text: str) -> bool:
     """Return whether the sampler of a setting has a window."""
     return "window" in sampler_class(by_name(parse_sampler(text)[0]))().config
-
-
-def _usual_windows(known: ModelSettings, curve: bool) -> Sequence[int]:
-    usual = WINDOWS.get(known.facts.unit, ())
-    return CURVE_WINDOWS if curve and usual else usual
