@@ -75,17 +75,12 @@ class DimooState(MaskedState):
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples, len(self.lengths))
-        self.prompts, self.lengths = self.prompts[rows], self.lengths[rows]
-        self.places = self.places[rows]
         self.turns = self.turns[0][rows], self.turns[1][rows]
-        if self.seen is not None:
-            self.seen = self.seen[rows]
+        for name in ("prompts", "lengths", "places", "seen", "features", "logits"):
+            if (of_all := getattr(self, name)) is not None:
+                setattr(self, name, of_all[rows])
         if self.held is not None:
             self.held.select(rows)
-        if self.features is not None:
-            self.features = self.features[rows]
-        if self.logits is not None:
-            self.logits = self.logits[rows]
 
 
 class DimooLayer(nn.Module):

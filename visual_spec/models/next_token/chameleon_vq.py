@@ -45,17 +45,8 @@ class ChameleonVQDecoder(SavedModel):
         norm_groups: int = 32,
     ) -> None:
         super().__init__()
-        self.decoder = Decoder(
-            Design(
-                base_channels,
-                tuple(channel_multipliers),
-                blocks_per_level,
-                latent_channels,
-                norm_groups,
-                attention=AttentionBlock,
-                level_attention=False,
-            )
-        )
+        sizes = base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels, norm_groups
+        self.decoder = Decoder(Design(*sizes, attention=AttentionBlock, level_attention=False))
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
         self.quantize = nn.ModuleDict({"embedding": nn.Embedding(codebook_size, codebook_dim)})
 

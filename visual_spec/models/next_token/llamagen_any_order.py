@@ -71,25 +71,27 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         """Run the prefix of a checked condition, see `PromptModel`; `asked` and `together` as in `prefill`."""
         assert asked is not None
         prefix, prefix_mask, cache, table = self._begin(prompt, guided, window, held)
-        (rows, length, _), places = prefix.shape, cache.num_slots
+        rows, length, _ = prefix.shape
         asked = asked.to(prefix.device)
         asked = asked.repeat(rows // len(asked), 1)  # [R, P]
         rotations = table[asked.clamp(max=len(table) - 1)]  # [R, P, D / 2, 2]
         turns = turns_of(torch.cat([self.unturned(table).expand(rows, length, -1, -1), rotations], 1))
         hidden = torch.cat([prefix, self.instructions(rotations)], 1)
-        own = _instruction_places(cache, length, asked)
-        positions = torch.arange(length, device=prefix.device)
-        at = torch.cat([positions.expand(rows, -1), own], 1)  # [R, T + P]
-        causal = (
-            torch.ones(length, length, dtype=torch.bool, device=prefix.device).tril() & prefix_mask[:, None]
-        )
-        seen = torch.cat([causal, prefix_mask[:, None].expand(-1, asked.shape[1], -1)], 1)  # [R, T + P, T]
-        seen = F.pad(seen, (0, places - length)).scatter(2, at[..., None], True)
-        if together:
-            seen[:, length:] = _seen_in_turn(seen[:, length:], own)
-        cache.at(at, places)
+        own, seen = self._first_asked(cache, prefix_mask, asked, window, together)
+        seen = torch.cat([F.pad(seen_causally(prefix_mask), (0, seen.shape[2] - length)), seen], 1)
+        positions = torch.arange(length, device=prefix.device).expand(rows, -1)
+        cache.at(torch.cat([positions, own], 1), seen.shape[2])
         features = self._read(cache, hidden, seen, turns, prefix_mask)[:, length:]  # [R, P, dim]
         return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
+
+    def _first_asked(
+        self, cache: StaticCache, prefix_mask: Tensor, asked: Tensor, window: int, together: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of the instructions of a prefill their cache places [R, P], and what they see, bool [R, P, S]."""
+        own = _instruction_places(cache, prefix_mask.shape[1], asked)
+        seen = F.pad(prefix_mask, (0, cache.num_slots - prefix_mask.shape[1]))[:, None]
+        seen = seen.expand(-1, asked.shape[1], -1).scatter(2, own[..., None], True)
+        return own, _seen_in_turn(seen, own) if together else seen
 
     @decodes
     def forward(

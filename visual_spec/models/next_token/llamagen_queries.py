@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.core.cache import seen_causally
+from visual_spec.models.core.cache import StaticCache, seen_causally
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.position_queries import (
     fed_and_asked,
@@ -36,33 +36,13 @@ class LlamaGenQueries(LlamaGenAnyOrder):
         super().add_parts()
         self.trained_order = ANY_ORDER
 
-    @decodes
-    def run_prompt(
-        self,
-        prompt: tuple[Tensor, ...],
-        *,
-        guided: bool,
-        window: int,
-        held: LlamaGenState | None = None,
-        asked: Tensor | None = None,
-        together: bool = False,
-    ) -> LlamaGenState:
-        """Run the prefix of a checked condition, see `PromptModel`; `asked` and `together` as in `prefill`."""
-        assert asked is not None
-        prefix, prefix_mask, cache, table = self._begin(prompt, guided, window, held)
-        (rows, length, _), count = prefix.shape, self.grid.num_tokens
-        asked = asked.to(prefix.device)
-        asked = asked.repeat(rows // len(asked), 1)  # [R, P]
-        rotations = table[asked.clamp(max=len(table) - 1)]  # [R, P, D / 2, 2]
-        turns = turns_of(torch.cat([self.unturned(table).expand(rows, length, -1, -1), rotations], 1))
-        nothing = prefix_mask.new_zeros(rows, asked.shape[1], count)
-        seen = seen_by_queries(prefix_mask, nothing, asked, 0, window, together)  # [R, P, S]
-        seen = torch.cat([F.pad(seen_causally(prefix_mask), (0, seen.shape[2] - length)), seen], 1)
-        positions = torch.arange(length, device=prefix.device).expand(rows, -1)
-        cache.at(torch.cat([positions, query_places(length, asked, 0, count, window)], 1), seen.shape[2])
-        hidden = torch.cat([prefix, self.instructions(rotations)], 1)
-        features = self._read(cache, hidden, seen, turns, prefix_mask)[:, length:]  # [R, P, dim]
-        return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
+    def _first_asked(
+        self, cache: StaticCache, prefix_mask: Tensor, asked: Tensor, window: int, together: bool
+    ) -> tuple[Tensor, Tensor]:
+        count = self.grid.num_tokens
+        nothing = prefix_mask.new_zeros(*asked.shape, count)
+        seen = seen_by_queries(prefix_mask, nothing, asked, 0, window, together)
+        return query_places(prefix_mask.shape[1], asked, 0, count, window), seen
 
     @decodes
     def forward(

@@ -7,6 +7,7 @@ It is VQGAN's, with norms that the codes modulate at every place. Parameters are
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, Self
 
 import torch
@@ -55,11 +56,8 @@ class MoVQDecoder(SavedModel):
         norm_groups: int = 32,
     ) -> None:
         super().__init__()
-        multipliers = tuple(channel_multipliers)
-        design = Design(
-            base_channels, multipliers, blocks_per_level, latent_channels, norm_groups, AttentionBlock
-        )
-        self.decoder = Decoder(design)
+        sizes = base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels, norm_groups
+        self.decoder = Decoder(Design(*sizes, AttentionBlock))
         for part in list(self.decoder.modules()):
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.GroupNorm):
@@ -81,12 +79,9 @@ class MoVQDecoder(SavedModel):
         weights = decoder_weights(path)
         sizes: dict[str, Any] = {}
         if "decoder.conv_in.weight" in weights:
-            blocks = sum(
-                key.startswith("decoder.up.0.block.") and key.endswith("conv1.bias") for key in weights
-            )
-            sizes = dict(
-                base_channels=len(weights["decoder.conv_in.weight"]) // 4, blocks_per_level=blocks - 1
-            )
+            blocks = sum(bool(re.fullmatch(r"decoder\.up\.0\.block\..*conv1\.bias", key)) for key in weights)
+            base = len(weights["decoder.conv_in.weight"]) // 4
+            sizes = dict(base_channels=base, blocks_per_level=blocks - 1)
         with torch.device("meta"):
             model = cls(**sizes)
         return fill(model, weights, str(path), what="a decoder of this size", dtype=dtype)
