@@ -165,7 +165,14 @@ def test_official_files_are_converted(official, tmp_path, monkeypatch):
             [files[-1], official / "semantic_codec" / "model.safetensors", official / "stats.pt"],
             tmp_path / "no",
         )
-    refuses(ValueError, "text_encoder=t5 given for .*of MaskGCT", convert, files, tmp_path / "text", text_encoder="t5")
+    refuses(
+        ValueError,
+        "text_encoder=t5 given for .*of MaskGCT",
+        convert,
+        files,
+        tmp_path / "text",
+        text_encoder="t5",
+    )
 
 
 @pytest.mark.parametrize(

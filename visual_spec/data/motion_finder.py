@@ -235,9 +235,7 @@ def _read_ground(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | None, 
 # -- the frames together ---------------------------------------------------------------------------------------------
 
 
-def _read_grounds(
-    grounds: list[tuple[str | None, int | None]],
-) -> tuple[str | None, str | None, str | None]:
+def _read_grounds(grounds: list[tuple[str | None, int | None]]) -> tuple[str | None, str | None, str | None]:
     """Return the background, texture and camera of most frames; None if there is no majority."""
     colour = _majority([name for name, _ in grounds])
     phases = [phase for _, phase in grounds]

@@ -11,14 +11,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from visual_spec.data.shapes import (
-    OBJECT_COLOURS,
-    SHAPES,
-    Scene,
-    caption,
-    is_held_out,
-    sample_scene,
-)
+from visual_spec.data.shapes import OBJECT_COLOURS, SHAPES, Scene, caption, is_held_out, sample_scene
 from visual_spec.data.shapes_finder import parse_picture
 
 # Class c is the c-th of these pairs.

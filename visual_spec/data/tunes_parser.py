@@ -17,15 +17,7 @@ from visual_spec.data.captions import CaptionError
 from visual_spec.data.tunes import ATTRIBUTES, BACKING_PHRASES, MOODS, VOCABULARY, Tune
 from visual_spec.data.tunes_finder import FoundNote, TuneFacts, parse_clip
 
-__all__ = [
-    "TuneFacts",
-    "FoundNote",
-    "WantedTune",
-    "parse_caption",
-    "parse_clip",
-    "score",
-    "score_facts",
-]
+__all__ = ["TuneFacts", "FoundNote", "WantedTune", "parse_caption", "parse_clip", "score", "score_facts"]
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,7 @@ class ShapesFeatures(SavedModel):
 
     @register_to_config
     def __init__(
-        self,
-        heads: dict[str, int],
-        num_features: int = 96,
-        image_size: Count = 64,
-        channels: int = 16,
+        self, heads: dict[str, int], num_features: int = 96, image_size: Count = 64, channels: int = 16
     ):
         super().__init__()
         self.num_features = num_features

@@ -13,12 +13,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from transformers import AutoTokenizer, CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.masked.amused import (
-    AmusedTransformer,
-    AmusedVQModel,
-    ClipCondition,
-    clip_condition,
-)
+from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition, clip_condition
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import AmusedDecoder
 from visual_spec.pipelines.embedded import local_folder

@@ -13,11 +13,7 @@ logger = logging.getLogger("visual_spec")
 
 
 def load(
-    model: str,
-    device: str | None,
-    dtype: str | None,
-    threads: int | None = None,
-    drafter: str | None = None,
+    model: str, device: str | None, dtype: str | None, threads: int | None = None, drafter: str | None = None
 ) -> Any:
     """A silent pipeline on `device` (default: a GPU if there is one), with weights of `dtype` (None: as saved).
 

@@ -112,12 +112,7 @@ def _gif(frames: np.ndarray, frame_rate: float) -> bytes:
     buffer = io.BytesIO()
     first, *others = [Image.fromarray(frame) for frame in frames]
     first.save(
-        buffer,
-        format="GIF",
-        save_all=True,
-        append_images=others,
-        duration=round(1000 / frame_rate),
-        loop=0,
+        buffer, format="GIF", save_all=True, append_images=others, duration=round(1000 / frame_rate), loop=0
     )
     return buffer.getvalue()
 

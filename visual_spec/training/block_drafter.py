@@ -225,14 +225,7 @@ def train_block_drafter(
         (notes,) = noted.values()
         return block_loss(notes, samples, calls, temperature, settings.decay)
 
-    run = Trainer(
-        drafter,
-        settings,
-        out,
-        descend,
-        every=settings.steps_a_round,
-        parts={"drafter": drafter},
-    )
+    run = Trainer(drafter, settings, out, descend, every=settings.steps_a_round, parts={"drafter": drafter})
     folder = out / "drafter"
     return run.run(loss, batch, judge, lambda: drafter.save_pretrained(folder), folder=folder)
 

@@ -31,14 +31,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.tree import TreeSampler
-from visual_spec.training.loop import (
-    Descent,
-    RunOptions,
-    Trainer,
-    option,
-    read_options,
-    run_trainer,
-)
+from visual_spec.training.loop import Descent, RunOptions, Trainer, option, read_options, run_trainer
 
 Draw = Callable[[list[str], float, int], Tensor]
 Encode = Callable[[list[str]], TextCondition]
@@ -327,16 +320,8 @@ def tokens_per_call(pipe: ImagePipeline, drafter: EagleDrafter, law: TokenLaw, c
             batch_size=count,
         )
         settings = {key: value for key, value in sampler.config.items() if not key.startswith("_")}
-        rates[name] = {
-            **settings,
-            "tokens_per_call": round(float(result.trace.tokens_per_call.mean()), 3),
-        }
-    return {
-        "guidance_scale": law.guidance_scale,
-        "temperature": law.temperature,
-        "prompts": count,
-        **rates,
-    }
+        rates[name] = {**settings, "tokens_per_call": round(float(result.trace.tokens_per_call.mean()), 3)}
+    return {"guidance_scale": law.guidance_scale, "temperature": law.temperature, "prompts": count, **rates}
 
 
 @dataclass(kw_only=True)

@@ -12,16 +12,7 @@ from typing import Any
 from visual_spec.eval.intervals import mean_figure, rate
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.set_files import read_run
-from visual_spec.samplers.core.trace import (
-    IDENTICAL,
-    LOSSLESS,
-    LOSSY,
-    NEAR_TIES,
-    OTHER,
-    UNKNOWN,
-    kept,
-    named,
-)
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, LOSSY, NEAR_TIES, OTHER, UNKNOWN, kept, named
 from visual_spec.samplers.registry import all_samplers, sampler_class
 
 # By what `DecodeTrace.promise` says.

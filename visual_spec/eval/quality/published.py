@@ -115,10 +115,7 @@ def gaussian_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def frechet_with_limit(
-    drawn: Tensor,
-    reference: Gaussian,
-    strata: Sequence[str] | None = None,
-    owners: Tensor | None = None,
+    drawn: Tensor, reference: Gaussian, strata: Sequence[str] | None = None, owners: Tensor | None = None
 ) -> tuple[Figure, Figure | None]:
     """The distance of features [N, D] to a reference that is fixed, with its interval over other samples; and the
     distance that it tends to for many samples (Chong and Forsyth 2020).

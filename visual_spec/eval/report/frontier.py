@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.charts import (
-    BAND,
-    GOOD,
-    INK,
-    LINE,
-    LOSSY,
-    MUTED,
-    WHITE,
-    figure_class,
-    inline_svg,
-)
+from visual_spec.eval.charts import BAND, GOOD, INK, LINE, LOSSY, MUTED, WHITE, figure_class, inline_svg
 from visual_spec.eval.files import data_url, render_page
 from visual_spec.eval.words import words_of
 from visual_spec.files.documents import json_text

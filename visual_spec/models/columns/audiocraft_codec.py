@@ -64,7 +64,7 @@ def load_audiocraft_codec(
             "seanet.disable_norm_outer_blocks": (0,),
             "seanet.decoder.final_activation": (None,),
             "seanet.encoder": ({}, None),
-        },
+        }
     )
     settings = _codec_config(config, most=len(weights))
     # First without memory: settings that do not match the weights may ask for any size.

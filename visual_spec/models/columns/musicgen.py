@@ -371,12 +371,7 @@ class MagnetModel(MusicgenModules):
     """
 
     def __init__(
-        self,
-        model: Any,
-        num_frames: int | None = None,
-        *,
-        reach: int | None = 5,
-        padding: Padding = "masked",
+        self, model: Any, num_frames: int | None = None, *, reach: int | None = 5, padding: Padding = "masked"
     ) -> None:
         super().__init__(model, padding)
         if self.prefixed:

@@ -135,9 +135,7 @@ class CodebookPattern:
             )
         numbers = range(codebooks)
         return cls(
-            (0,) * codebooks,
-            tuple(k % group_size for k in numbers),
-            tuple(k // group_size for k in numbers),
+            (0,) * codebooks, tuple(k % group_size for k in numbers), tuple(k // group_size for k in numbers)
         )
 
     @classmethod

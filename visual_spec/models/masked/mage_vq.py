@@ -88,11 +88,7 @@ def is_mage_tokenizer(weights: Mapping[str, Tensor]) -> bool:
 
 
 def load_mage_tokenizer(
-    source: Given,
-    *,
-    image_size: int = 256,
-    norm_groups: int = 32,
-    dtype: torch.dtype | None = None,
+    source: Given, *, image_size: int = 256, norm_groups: int = 32, dtype: torch.dtype | None = None
 ) -> MageVQModel:
     """The tokenizer of an official file: of MAGE itself, such as `mage-vitb-1600.pth`, or `vqgan_jax_strongaug.ckpt`.
 

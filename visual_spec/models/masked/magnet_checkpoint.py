@@ -50,10 +50,7 @@ class MagnetSettings:
 
 
 def load_magnet(
-    source: str | os.PathLike,
-    *,
-    dtype: torch.dtype | None = torch.float32,
-    num_heads: int | None = None,
+    source: str | os.PathLike, *, dtype: torch.dtype | None = torch.float32, num_heads: int | None = None
 ) -> tuple[MusicgenForCausalLM, MagnetSettings]:
     """Return the language model of an official checkpoint, and its settings.
 

@@ -20,20 +20,13 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 _INFINITY = KeyLayout(
     "Infinity transformer",
     "a file such as infinity_2b_reg.pth",
-    needed={
-        "word_embed.weight": 2,
-        "lvl_embed.weight": 2,
-        "cfg_uncond": 2,
-        "text_proj_for_sos.ca.mat_q": 3,
-    },
+    needed={"word_embed.weight": 2, "lvl_embed.weight": 2, "cfg_uncond": 2, "text_proj_for_sos.ca.mat_q": 3},
     # Masks of the official training, which depend only on the schedule.
     dropped=("lvl_1L|attn_bias_for_masking|Infinity_(visible_kvlen|invisible_qlen)",),
 )
 # Once its layers are numbered from the first (`_numbered`).
 _LAYERS = KeyLayout(
-    _INFINITY.model,
-    _INFINITY.file,
-    needed={"blocks.0.ffn.fc1.weight": 2, "blocks.0.sa.scale_mul_1H11": 4},
+    _INFINITY.model, _INFINITY.file, needed={"blocks.0.ffn.fc1.weight": 2, "blocks.0.sa.scale_mul_1H11": 4}
 )
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 

@@ -223,10 +223,7 @@ def scales_of_size(size: int | None, path: object = None) -> tuple[int, ...]:
 
 
 def load_var_checkpoint(
-    source: Given,
-    *,
-    scales: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
+    source: Given, *, scales: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> VARTransformer:
     """Return the transformer of an official file, e.g. `var_d16.pth`.
 

@@ -128,11 +128,7 @@ class LlamaGenAnyOrder(LlamaGenTransformer):
         return self._head(state.features)
 
     def teacher_forced_along(
-        self,
-        tokens: Tensor,
-        orders: Tensor,
-        condition: TextCondition | Tensor,
-        dropped: Tensor | None = None,
+        self, tokens: Tensor, orders: Tensor, condition: TextCondition | Tensor, dropped: Tensor | None = None
     ) -> Tensor:
         """Return logits `[B, L, V]` along `orders`, long `[B, L]`, of whole pictures `tokens [B, L]`, in one pass.
 

@@ -255,11 +255,7 @@ def build(
 
 
 def load_transformer(
-    source: Source,
-    *,
-    image_size: int | None = None,
-    patch_size: int = 16,
-    dtype: torch.dtype | None = None,
+    source: Source, *, image_size: int | None = None, patch_size: int = 16, dtype: torch.dtype | None = None
 ) -> LlamaGenTransformer:
     """Return the transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
 
@@ -308,11 +304,7 @@ def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype 
 
 
 def load_pair(
-    transformer: Source,
-    vq_model: Source,
-    *,
-    image_size: int | None = None,
-    dtype: torch.dtype | None = None,
+    transformer: Source, vq_model: Source, *, image_size: int | None = None, dtype: torch.dtype | None = None
 ) -> tuple[LlamaGenTransformer, VQModel]:
     """Return transformer and tokenizer of two official files, for pictures of one size. See `load_transformer`."""
     tokenizer = load_tokenizer(vq_model, dtype=dtype)

@@ -133,12 +133,7 @@ class VibeVoice(SpeechModel):
         texts = [_Text(cache, kwargs.get("attention_mask"), kwargs.get("position_ids"), embeds)]
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **negative)
         texts.append(
-            _Text(
-                inputs.get(CACHE),
-                inputs.get("attention_mask"),
-                inputs.get("position_ids"),
-                embeds,
-            )
+            _Text(inputs.get(CACHE), inputs.get("attention_mask"), inputs.get("position_ids"), embeds)
         )
         if self.guiding is not None and kwargs.get("input_ids") is not None:
             guide, mask = self.guiding

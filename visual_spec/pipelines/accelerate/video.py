@@ -224,11 +224,7 @@ def generate_video(
     if image is not None:
         options["start"] = _latents(pipe, image, height, width)
     latents = pipe.transformer.generate_latents(
-        prompt_embeds,
-        num_frames=frames,
-        height=high,
-        width=wide,
-        **options,
+        prompt_embeds, num_frames=frames, height=high, width=wide, **options
     )
     clips = latents if output_type == "latent" else _pixels(pipe, latents, output_type)
     pipe.maybe_free_model_hooks()

@@ -22,12 +22,7 @@ def own_sampler(model: Any) -> Any:
 
 
 def load_official(
-    transformer: Source,
-    vq_model: Source,
-    *,
-    image_size: int | None,
-    dtype: torch.dtype | None,
-    text: bool,
+    transformer: Source, vq_model: Source, *, image_size: int | None, dtype: torch.dtype | None, text: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or those of a family that shares them.
 

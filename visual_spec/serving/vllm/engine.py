@@ -96,12 +96,7 @@ def check_whole(tokens: Sequence[int], length: int) -> None:
 
 
 def draw_tokens(
-    engine: Any,
-    ids: Prompts,
-    prompts: Sequence[Any],
-    seeds: Sequence[int],
-    law: TokenLaw,
-    length: int,
+    engine: Any, ids: Prompts, prompts: Sequence[Any], seeds: Sequence[int], law: TokenLaw, length: int
 ) -> Tensor:
     """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the ids of a pipeline for the same seeds.
 
