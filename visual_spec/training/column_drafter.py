@@ -26,7 +26,6 @@ from transformers import EncodecModel, MusicgenForCausalLM
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prompts, sample_tunes
 from visual_spec.files.documents import write_json
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
-from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.settings import Count, OneOf, Within, read_fields
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -44,7 +43,7 @@ from visual_spec.training.loop import (
     read_options,
     run_trainer,
 )
-from visual_spec.training.tokens import tokenize_tunes
+from visual_spec.training.tokens import stored, tokenize_tunes
 
 OBJECTIVES = ("cross-entropy", "refusals")
 
@@ -131,20 +130,11 @@ def play(
         tunes = sample_tunes(min(_SHARD, count - start), seed * 100_003 + start, held_out=held_out)
         prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(tunes)]
         path = cache / f"played_{seed}_{int(held_out)}_{start}_{len(tunes)}.pt" if cache else None
-        if path and path.exists():
-            saved = read_written(path)
-            if saved["owner"] != owner:
-                raise ValueError(
-                    f"{path} holds clips that another model played, or under another law; pass another --out folder, "
-                    "or remove it."
-                )
-            played = saved["codes"]
-        else:
-            played = draw(prompts, seed * 100_003 + start).to("cpu", torch.int16)
-            if path:
-                write_content(path, {"codes": played, "owner": owner})
+        drawn = partial(draw, prompts, seed * 100_003 + start)
+        others = "clips that another model played, or under another law"
+        played = stored(path, owner, others, lambda drawn=drawn: {"codes": drawn().to("cpu", torch.int16)})
         words.append(encoder.word_ids(prompts).cpu())
-        codes.append(played)
+        codes.append(played["codes"])
     return torch.cat(words), torch.cat(codes)
 
 

@@ -15,18 +15,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import training_prompts
-from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.training.tokens import stored
 
 _LAST_TIME = 0.008  # the noise that is left there is below the distance of neighbouring codes
 _CERTAIN = 0.999  # above it a slot's noise is as good as independent of its token
@@ -195,21 +195,13 @@ def drawn_pairs(
     shards = []
     for shard in range(settings.pictures // settings.batch_size):
         path = folder / f"pairs_{shard:04d}.pt"
-        if not path.exists():
+
+        def draw(shard: int = shard) -> dict[str, Tensor]:
             captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
-            pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
-            write_content(path, {"owner": owner, **pairs._asdict()})
             print(f"pictures {(shard + 1) * settings.batch_size}/{settings.pictures}", flush=True)
-        shards.append(_read(path, owner))
+            return draw_pairs(teacher, encoder, codes, captions, settings, generator)._asdict()
+
+        saved = stored(path, owner, "pictures of another teacher, or drawn with other settings", draw)
+        shards.append([saved[name] for name in Pairs._fields])
     return Pairs(*(torch.cat(parts) for parts in zip(*shards, strict=True)))
-
-
-def _read(path: Path, owner: str) -> Pairs:
-    saved: Any = read_written(path)
-    if not isinstance(saved, dict) or saved.get("owner") != owner:
-        raise ValueError(
-            f"{path} holds pictures of another teacher, or drawn with other settings; pass another folder, or remove "
-            "it."
-        )
-    return Pairs(saved["words"], saved["tokens"], saved["noise"])

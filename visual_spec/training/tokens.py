@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -61,24 +61,36 @@ def tokenize_dataset(
     which = "".join(f"_{value:g}" for value in kinds.values())
     path = cache / f"tokens_{data}_{side}_{count}_{seed}_{int(held_out)}{which}.pt" if cache else None
     owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
-    if path and path.exists():
-        saved = read_written(path)
-        if not isinstance(saved, dict) or saved.get("owner") != owner:
-            raise ValueError(
-                f"{path} holds tokens of another tokenizer or words of another encoder; pass another --out folder, or "
-                "remove it."
-            )
-        return saved["words"], saved["tokens"]
-    words, tokens = [], []
-    for captions, pictures in _painted(count, seed, held_out, workers, partial(_paint, data, **kinds)):
-        words.append(encoder.word_ids(captions).cpu())
-        for part in to_signed(pictures).split(20):
-            part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
-            tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
-    result = torch.cat(words), torch.cat(tokens)
-    if path:
-        write_content(path, {"words": result[0], "tokens": result[1], "owner": owner})
-    return result
+
+    def draw() -> dict[str, Tensor]:
+        words, tokens = [], []
+        for captions, pictures in _painted(count, seed, held_out, workers, partial(_paint, data, **kinds)):
+            words.append(encoder.word_ids(captions).cpu())
+            for part in to_signed(pictures).split(20):
+                part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
+                tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
+        return {"words": torch.cat(words), "tokens": torch.cat(tokens)}
+
+    saved = stored(path, owner, "tokens of another tokenizer or words of another encoder", draw)
+    return saved["words"], saved["tokens"]
+
+
+def stored(
+    path: Path | None, owner: str, others: str, draw: Callable[[], Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """What `draw` returns, from a file if it was drawn before; a path of None stores nothing.
+
+    Raises:
+        ValueError: the file is of another `owner`; says that it holds `others`.
+    """
+    if path is None:
+        return draw()
+    if not path.exists():
+        write_content(path, {**draw(), "owner": owner})
+    saved: Any = read_written(path)
+    if not isinstance(saved, dict) or saved.get("owner") != owner:
+        raise ValueError(f"{path} holds {others}; pass another --out folder, or remove it.")
+    return saved
 
 
 def dataset_scenes(count: int, seed: int, *, held_out: bool = False) -> list[shapes.Scene]:
