@@ -299,8 +299,7 @@ def test_parts_that_do_not_fit_are_refused():
         AudioPipeline(
             tiny_decoder(), tiny_codec(codebook_size=8, target_bandwidths=[0.9]), tiny_words(), plain
         )
-    with pytest.raises(ValueError, match=r"pipe\.codec"):
-        AudioPipeline(tiny_decoder(), None, tiny_words(), plain)(PROMPT)
+    refuses(ValueError, r"pipe\.codec", AudioPipeline(tiny_decoder(), None, tiny_words(), plain), PROMPT)
     with pytest.raises(ValueError, match="chunk_length_s=1.0"):
         AudioPipeline(tiny_decoder(), tiny_codec(chunk_length_s=1.0, overlap=0.01), tiny_words(), plain)
     refuses(ValueError, "layout='spiral'.*parallel", tiny_audio_pipeline, pattern="spiral")

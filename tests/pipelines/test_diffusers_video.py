@@ -196,8 +196,7 @@ def test_clips_are_those_of_an_accelerated_pipeline(cache, options):
 def test_what_does_not_fit_is_refused_and_leaves_the_transformer_as_it_was(asked, error, named):
     pipe = tiny_pipeline()
     processors = [block.attn1.processor for block in pipe.transformer.blocks]
-    with pytest.raises(error, match=named):
-        modular(pipe)(**dict(prompt_embeds=prompts(1).float(), **SMALL) | asked)
+    refuses(error, named, modular(pipe), **dict(prompt_embeds=prompts(1).float(), **SMALL) | asked)
     assert all(b.attn1.processor is p for b, p in zip(pipe.transformer.blocks, processors, strict=True))
 
 

@@ -251,8 +251,7 @@ def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     with pytest.raises(ValueError, match=r"pipe\.refiner"), row(2).on(alone):
         pytest.fail("accepted")
     next_token = tiny_pipeline()
-    with pytest.raises(TypeError, match="ScaleWiseSampler"):
-        row(2).on(next_token).__enter__()
+    refuses(TypeError, "ScaleWiseSampler", row(2).on(next_token).__enter__)
     with pytest.raises(ValueError, match="refiner=folder.*ImagePipeline"):
         read("autoregressive:refiner=folder").on(next_token).__enter__()
     pipe.vq_model.save_pretrained(tmp_path / "vq")

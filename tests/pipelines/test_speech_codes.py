@@ -219,8 +219,7 @@ def test_a_cosyvoice_of_another_law_is_refused_and_one_of_an_engine_goes_its_own
     assert "sampler" not in vars(model)
     served = visual_spec.accelerate(Qwen2LM(ras_sampling))
     served.vllm = object()
-    with pytest.raises(NotImplementedError, match="the public loop"):
-        next(served.inference_wrapper(PROMPT, 25, 0, 30, ""))
+    refuses(NotImplementedError, "the public loop", next, served.inference_wrapper(PROMPT, 25, 0, 30, ""))
 
 
 def test_samplers_that_do_not_fit_are_refused() -> None:

@@ -206,8 +206,7 @@ def test_prompts_and_features_that_are_none_are_refused_before_any_computation(n
 
 @pytest.mark.parametrize("name", ["classes", "scales"])
 def test_models_without_text_refuse_a_negative_prompt_by_name(name):
-    with pytest.raises(TypeError, match="'negative_prompt'"):
-        KINDS[name].ask(KINDS[name].make(), negative_prompt="a")
+    refuses(TypeError, "'negative_prompt'", KINDS[name].ask, KINDS[name].make(), negative_prompt="a")
 
 
 def test_a_text_encoder_of_transformers_works_alone():

@@ -170,8 +170,7 @@ def test_what_does_not_fit_is_refused():
     refuses(ValueError, "12.*5 x 5.*MaskedImageTransformer", pipe, "a red circle")
     refuses(ValueError, "dim=8.*num_heads=3", CausalLayer, 16, 12, 4, 8, 3)
     table = TabularMaskedModel(TokenGrid(2, 2), 3)
-    with pytest.raises(ValueError, match="TabularMaskedModel"):
-        SelfSpeculativeMaskedSampler()(table, None, law=TokenLaw())
+    refuses(ValueError, "TabularMaskedModel", SelfSpeculativeMaskedSampler(), table, None, law=TokenLaw())
     model = tiny_masked_transformer()
     new_layer(model, num_heads=2).check_fits(model)
 

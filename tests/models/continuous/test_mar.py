@@ -100,8 +100,7 @@ def test_published_start_of_the_head_predicts_nothing():
     [([1, 2], ValueError), ([0, 1, 5], ValueError), ([-1, 0, 0], ValueError), ([0.0, 1.0, 2.0], TypeError)],
 )
 def test_labels_that_do_not_fit_are_refused(labels, error):
-    with pytest.raises(error, match="labels"):
-        tiny_mar().prepare(torch.tensor(labels), batch_size=3, guided=False)
+    refuses(error, "labels", tiny_mar().prepare, torch.tensor(labels), batch_size=3, guided=False)
 
 
 def test_sizes_that_make_no_model_are_refused():

@@ -139,8 +139,7 @@ def test_settings_of_groups_are_saved_one_by_one_and_single_ones_still_serve(tmp
 def test_no_plan_is_made_of_more_calls_than_a_decode_can_have(count: int) -> None:
     for name, setting in PAIRS:
         if setting.name == "steps":
-            with pytest.raises(ValueError, match=f"steps={count}"):
-                CLASSES[name](steps=count)
+            refuses(ValueError, f"steps={count}", CLASSES[name], steps=count)
 
 
 def test_both_ends_of_a_range_are_allowed() -> None:

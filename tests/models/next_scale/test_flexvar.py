@@ -218,8 +218,7 @@ def test_hooks_of_a_model_do_not_reach_its_other_scales():
 
 def test_scales_that_cannot_be_are_refused():
     for scales, message in [([2, 4], "1.*32.*1"), ([1, 40], "1.*32.*1"), ([1, 4, 2], "coarse")]:
-        with pytest.raises(ValueError, match=message):
-            tiny().at(scales)
+        refuses(ValueError, message, tiny().at, scales)
     refuses(ValueError, "scales", ScaleWiseSampler, scales=[0, 1])
     pipe = tiny_scale_pipeline(pair=False, sampler=ScaleWiseSampler(scales=[1, 2, 3, 4]))
     assert pipe([0]).tokens.shape == (1, 30)  # its own

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
@@ -128,5 +129,4 @@ def test_the_sampler_draws_the_tokens_of_the_public_code(scale):
 
 def test_fewer_frames_are_refused():
     """Tokens of early frames see some of later ones."""
-    with pytest.raises(ValueError, match="num_frames=2"):
-        model_of(weights_of()).first_frames(2)
+    refuses(ValueError, "num_frames=2", model_of(weights_of()).first_frames, 2)

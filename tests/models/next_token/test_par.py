@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
 from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
@@ -143,5 +144,4 @@ def test_another_number_of_regions_is_refused():
 
 def test_a_picture_whose_regions_do_not_fit_is_refused(tmp_path):
     _, model = file_of(tmp_path, 4, 5)
-    with pytest.raises(ValueError, match="4.*1 x 5 x 5"):
-        OrderedSampler()(model, LABELS, law=TokenLaw(), batch_size=2)
+    refuses(ValueError, "4.*1 x 5 x 5", OrderedSampler(), model, LABELS, law=TokenLaw(), batch_size=2)

@@ -336,9 +336,7 @@ def test_other_calls_and_samplers_are_refused(loaded):
     _, state = begun(model)
     refuses(ValueError, "seen", model, state.inner, LABELS[:, None], LABELS[:, None])
     request: dict[str, Any] = dict(law=TokenLaw(), batch_size=2)
-    with pytest.raises(ValueError, match="'any'.*AnyOrderSampler"):
-        AutoregressiveSampler()(model, LABELS, **request)
-    with pytest.raises(ValueError, match="AnyOrderSampler"):
-        OrderedSampler()(model, LABELS, **request)
+    refuses(ValueError, "'any'.*AnyOrderSampler", AutoregressiveSampler(), model, LABELS, **request)
+    refuses(ValueError, "AnyOrderSampler", OrderedSampler(), model, LABELS, **request)
     with pytest.raises(ValueError, match="teacher_forced"):
         model.teacher_forced(torch.zeros(2, LENGTH, dtype=torch.long), LABELS)
