@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from tests.helpers import flexvar
 from tests.helpers.audiocraft_files import (
     CODEC_SETTINGS,
     HEADS,
@@ -22,7 +23,7 @@ from tests.helpers.audiocraft_files import (
 from tests.helpers.mar import ldm_shapes
 from tests.helpers.mar import random_weights as random_kl16
 from tests.helpers.official import CLASS_SHAPES, VQ_SHAPES, add_tiny_presets, random_weights
-from tests.helpers.tiny_infinity import tiny_infinity
+from tests.helpers.tiny_infinity import tiny_bits, tiny_infinity
 from tests.helpers.tiny_scales import SIDES, TINY_VQ, tiny_var, tiny_var_vq
 from tests.models.continuous.tiny import tiny_mar
 from tests.models.masked import maskgct_straight
@@ -30,7 +31,9 @@ from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.continuous.mar_checkpoint import load_kl16_checkpoint, load_mar_checkpoint
 from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.models.masked.maskgct_checkpoint import load_semantic_network
+from visual_spec.models.next_scale.flexvar import load_flexvar
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
+from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.var import load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
@@ -72,6 +75,15 @@ FILES = {
         lambda: dict(tiny_var_vq().state_dict()),
         partial(load_var_vq_checkpoint, **{**TINY_VQ, "scales": SIDES}),
         "post_quant_conv.bias",
+        None,
+    ),
+    "FlexVAR": Official(
+        lambda: flexvar.official_weights() | flexvar.buffers(), load_flexvar, "head.bias", None
+    ),
+    "Infinity's tokenizer": Official(
+        lambda: dict(tiny_bits(dtype=torch.float32).state_dict()),
+        partial(load_infinity_vq_checkpoint, scales=SIDES, norm_groups=2),
+        "decoder.conv_out.bias",
         None,
     ),
     "Infinity": Official(

@@ -115,20 +115,6 @@ def test_a_continuation_is_that_of_generate(channels):
     assert not torch.equal(greedy(columns, other, 3.0, 3)[:, :, 3:], native[:, :, 3:])
 
 
-@torch.no_grad()
-def test_a_plain_loop_gives_the_same():
-    model = MusicgenColumnModel(musicgen(), FRAMES)
-    condition = text_condition(model.model, IDS, MASK)
-    state = model.prefill(condition, batch_size=3, guided=True, window=1)
-    logits, columns = state.logits, []
-    for step in range(model.grid.width):
-        if step:
-            logits = model(state, columns[-1][:, None], torch.full((3, 1), step - 1))[:, 0]
-        guided = logits[3:] + 3.0 * (logits[:3] - logits[3:])  # [B, K, V]
-        columns.append(guided.argmax(-1).where(model.valid[step], model.special_id))
-    assert torch.equal(model.codes(torch.stack(columns, 1), condition), greedy(model, condition, 3.0, 3))
-
-
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_speculation_gives_the_codes_of_plain_sampling(scale):
     """The model under the sampler that needs all of its contract: windows, ragged rows, rejected columns."""

@@ -64,25 +64,6 @@ def test_tables(name, frames, table):
     assert printed(PATTERNS[name], frames) == table
 
 
-@pytest.mark.parametrize("frames", [1, 2, 7, 20])
-def test_steps_of_the_note(frames):
-    def steps(name: str) -> int:
-        return PATTERNS[name].steps(frames)
-
-    assert steps("parallel") == frames
-    assert steps("musicgen") == frames + 3
-    assert steps("partial delay") == frames + 1
-    assert steps("dia") == frames + 15
-    assert steps("higgs") == frames + 7
-    assert steps("moshi") == frames + 1
-    assert steps("flat") == steps("stack") == 3 * frames
-    assert steps("partial flat") == 2 * frames
-    assert steps("coarse first") == 2 * frames
-    assert steps("coarse first, delayed") == 2 * frames + 2
-    assert steps("grouped") == 4 * frames
-    assert steps("stack-delay") == frames + 3
-
-
 def literal(pattern: CodebookPattern, codes: Tensor) -> Tensor:
     """The sequence, one entry at a time: the (pass, place, turn) of every code, counted off in order."""
     batch_size, codebooks, frames = codes.shape
@@ -126,20 +107,6 @@ def test_apply_is_the_literal_construction_and_revert_undoes_it(name, frames):
     assert pattern.num_frames(sequence.shape[2]) == frames
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_every_code_has_one_step_and_a_codebook_keeps_its_order(name):
-    pattern = PATTERNS[name]
-    for frames in (1, 6):
-        by_step, by_frame = pattern.frames_by_step(frames), pattern.steps_by_frame(frames)
-        for k in range(pattern.codebooks):
-            held = [frame for frame in by_step[k].tolist() if frame >= 0]
-            assert sorted(held) == list(range(frames))
-            if pattern.frame_order == (0,):
-                assert held == sorted(held)
-            assert [by_step[k, step].item() for step in by_frame[k].tolist()] == list(range(frames))
-        assert (by_step[:, -1] >= 0).any()  # no call is spent after the last code
-
-
 def test_reverts_logits():
     pattern = PATTERNS["musicgen"]
     codes = codes_of(4, 5)
@@ -158,11 +125,6 @@ def test_only_whole_stacks_are_retained():
     assert PATTERNS["flat"].retained(2).all()
     assert PATTERNS["stack"].retained(2).tolist() == [False, False, True, False, False, True]
     assert PATTERNS["stack-delay"].retained(3).tolist() == [False] * 3 + [True] * 3
-
-
-def test_last_block_of_permuted_frames_is_cut_off():
-    pattern = CodebookPattern.stack_delay(2, [3, 1, 0, 2])
-    assert printed(pattern, 6) == ["4 2 1 3 6 5 .", ". 4 2 1 3 6 5"]
 
 
 def test_tables_are_built_once_and_patterns_compare_by_value():

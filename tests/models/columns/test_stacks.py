@@ -11,7 +11,6 @@ from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 BOOKS, FRAMES = 4, 3
@@ -230,37 +229,7 @@ def test_streams_compute_what_the_pattern_says(width):
     assert ((logits - want[:, start:]) * valid[start:, :, None]).abs().max() < 1e-10
 
 
-@torch.no_grad()
-def test_streams_drawn_by_jacobi_are_those_drawn_plainly():
-    whole = musicgen()
-    condition = text_condition(whole, IDS, MASK)
-    model = MusicgenColumnModel(whole, LONG, pattern=DELAYED)
-    law = TokenLaw(temperature=1.0, guidance_scale=2.0)
-    plain, fast = (
-        sampler(model, condition, law=law, batch_size=3, generator=torch.Generator().manual_seed(1))
-        for sampler in (ColumnAutoregressiveSampler(), ColumnJacobiSampler(window=4))
-    )
-    assert plain.trace.target_calls.tolist() == [LONG + BOOKS - 1] * 3
-    assert torch.equal(plain.tokens, fast.tokens) and len(plain.tokens.unique()) > 10
-
-
 def test_other_stacked_patterns_are_refused():
     other = CodebookPattern((0, 0), (0, 0), (0, 0), stacked=True)
     with pytest.raises(ValueError, match=r"CodebookPattern\.stack"):
         MusicgenColumnModel(musicgen(codebooks=2), FRAMES, pattern=other)
-
-
-def test_a_flat_pattern_of_the_same_steps_has_another_law():
-    """What the retention and the stacks change."""
-    whole = musicgen()
-    condition = text_condition(whole, IDS, MASK)
-    stacked, flat = (
-        MusicgenColumnModel(whole, FRAMES, pattern=pattern)
-        for pattern in (STACK, CodebookPattern.flat(BOOKS))
-    )
-    assert stacked.num_steps == flat.num_steps == STEPS
-    one, other = (
-        ColumnAutoregressiveSampler()(each, condition, law=TokenLaw(temperature=0.0), batch_size=3).tokens
-        for each in (stacked, flat)
-    )
-    assert not torch.equal(one, other)

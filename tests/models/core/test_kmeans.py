@@ -41,15 +41,6 @@ def test_centres_are_those_of_a_computation_by_hand(rounds, unit):
     assert torch.equal(start, vectors[:7])
 
 
-def test_separate_groups_are_found():
-    generator = torch.Generator().manual_seed(0)
-    centres = 10 * torch.randn(6, 4, generator=generator)
-    vectors = (centres[:, None] + 0.01 * torch.randn(6, 50, 4, generator=generator)).flatten(0, 1)
-    starts = [vectors[torch.randperm(300, generator=generator)[:6]] for _ in range(40)]
-    found = [k_means(vectors, start, 30)[0] for start in starts]
-    assert min(torch.cdist(centres, one).min(1).values.max().item() for one in found) < 0.01
-
-
 def test_centres_that_serve_none_stay():
     vectors = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     centres, nearest = k_means(vectors, torch.tensor([[0.0, 0.0], [50.0, 0.0]]), 5)

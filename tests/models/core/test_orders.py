@@ -34,17 +34,6 @@ def test_steps_fill_what_the_published_loop_fills(num_steps):
     assert sorted(torch.cat(found, 1)[0].tolist()) == list(range(256))
 
 
-def test_published_sizes_of_the_steps():
-    sizes = {
-        steps: [slots.shape[1] for slots in step_slots(torch.arange(256)[None], steps)]
-        for steps in (32, 64, 256)
-    }
-    assert sizes[256] == [1] * 256  # strictly one token a step
-    assert (min(sizes[64]), max(sizes[64])) == (1, 7)
-    assert (min(sizes[32]), max(sizes[32])) == (1, 13)
-    assert hidden_after(256, 256)[-2:] == [1, 1]
-
-
 def test_guidance_grows_to_almost_its_scale_or_stays():
     scales = guidance_scales(3.0, 256, 256)
     assert scales[0] == pytest.approx(1 + 2 / 256)

@@ -2,17 +2,13 @@
 against the modules they are loaded into."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.audiocraft_files import (
     BOOKS,
-    CODEC_SETTINGS,
-    DIM,
     HEADS,
-    LAYERS,
     SETTINGS,
     changed,
     clips,
@@ -23,14 +19,8 @@ from tests.helpers.audiocraft_files import (
     write_language_model,
 )
 from tests.helpers.refusals import refuses
-from tests.helpers.tiny import seeded
-from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
-from visual_spec.models.columns.encodec import decode_codes
 from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.masked.magnet_checkpoint import load_magnet
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked.masked import MaskedSampler
-from visual_spec.samplers.masked.policies import LawByStep, Schedule
 
 
 def test_logits_are_those_of_a_plain_computation_in_the_official_layout(tmp_path):
@@ -53,18 +43,6 @@ def test_logits_are_those_of_a_plain_computation_in_the_official_layout(tmp_path
         scored = model.logits(codes, condition, torch.full((2,), stage))
         assert (scored - got[:2]).abs().max() < 1e-10
     assert (got[:2] - got[2:]).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("part", ["self_attn.in_proj_weight", "cross_attention.in_proj_weight"])
-def test_every_third_of_a_packed_matrix_counts(tmp_path, part):
-    name = f"transformer.layers.1.{part}"
-    (condition, codes), found = clips(), []
-    for turn in range(3):
-        weights = language_model_weights()[name]
-        path = write_language_model(tmp_path, changes={name: weights.roll(turn * DIM, 0)})
-        model = MagnetModel(load_magnet(path)[0], 8, padding="zeros")
-        found.append(model.logits(codes, condition, torch.zeros(2, dtype=torch.long)))
-    assert (found[0] - found[1]).abs().max() > 0.01 and (found[1] - found[2]).abs().max() > 0.01
 
 
 def test_settings_of_the_file(tmp_path):
@@ -103,30 +81,6 @@ def test_settings_that_the_file_lacks(tmp_path):
     refuses(ValueError, "attention heads", load_magnet, path)
     assert load_magnet(path, num_heads=4)[1].steps == (20, 10, 10)
     refuses(ValueError, "num_heads=5.*24", load_magnet, path, num_heads=5)
-
-
-def test_a_clip_from_files(tmp_path):
-    """Half precision on disk, as official files have it; from the folder to a wave."""
-    weights = {name: value.half() for name, value in language_model_weights().items()}
-    write(tmp_path, "state_dict.bin", weights, SETTINGS)
-    write(tmp_path, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
-    assert load_magnet(tmp_path, dtype=None)[0].dtype == torch.float16
-    network, settings = load_magnet(tmp_path)
-    assert network.dtype == torch.float32  # on a CPU, as in audiocraft
-    model = MagnetModel(network, settings.num_frames, reach=settings.reach, padding="zeros")
-    sampler = MaskedSampler(
-        settings.steps,
-        span=settings.span,
-        schedule=Schedule(clock="magnet"),
-        by_step=LawByStep(temperature="falling", guidance="falling"),
-    )
-    law = TokenLaw(
-        guidance_scale=settings.guidance_scale, temperature=settings.temperature, top_p=settings.top_p
-    )
-    condition, _ = clips()
-    result = sampler(model, condition, law=law, generator=seeded(0, 1), batch_size=2)
-    waves = decode_codes(load_audiocraft_codec(tmp_path), model.codes(result.tokens))
-    assert waves.shape == (2, 1, 6 * 6) and waves.isfinite().all()
 
 
 # -- bad files ---------------------------------------------------------------------------------------------------------
@@ -211,15 +165,3 @@ def test_settings_that_cannot_be_read_are_refused_in_one_line(tmp_path, name):
 def test_settings_of_another_kind_are_named(tmp_path, name, value):
     path = write_language_model(tmp_path, changed(SETTINGS, name, value))
     refuses(ValueError, rf"{name}=.*no such", load_magnet, path)
-
-
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
-def test_a_missing_layer_is_noticed_be_it_the_last_one(tmp_path, layer):
-    start = f"transformer.layers.{layer}."
-    without: dict[str, Any] = {key: None for key in language_model_weights() if key.startswith(start)}
-    settings = changed(SETTINGS, "transformer_lm.num_layers", LAYERS)
-    assert len(load_magnet(write_language_model(tmp_path, settings))[0].model.decoder.layers) == LAYERS
-    path = write_language_model(tmp_path, settings, without)
-    refuses(
-        ValueError, r"state_dict.bin (holds 1 layers, and its settings say 2|is no MAGNeT)", load_magnet, path
-    )

@@ -238,14 +238,10 @@ def test_every_key_of_a_file_counts(tmp_path):
     assert is_flexvar(weights) and not is_var(weights)
     refuses(ValueError, "no VAR", load_var_checkpoint, weights)
     for change, message in [
-        ({"extra": torch.zeros(2)}, "1 unexpected: extra"),
-        ({"head.bias": torch.zeros(13)}, "head.bias"),
         ({"blocks.1.attn.zero_k_bias": torch.ones(16)}, "zero_k_bias"),
         ({"pos_1LC": torch.zeros(1, 30, 16)}, "FlexVAR"),
     ]:
         refuses(ValueError, message, load_flexvar, weights | change)
-    with pytest.raises(ValueError, match="1 missing: head.bias"):
-        load_flexvar({key: value for key, value in weights.items() if key != "head.bias"})
 
 
 def test_official_files_become_a_pipeline(tmp_path, monkeypatch):

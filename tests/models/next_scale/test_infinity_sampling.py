@@ -98,14 +98,6 @@ def test_guidance_and_temperature_of_each_scale():
     assert result.trace.model_calls == (4,) and result.trace.beside({"ramp": False}).lossless
 
 
-def test_a_picture_does_not_depend_on_its_batch():
-    model = tiny_infinity()
-    whole = decode(model, torch.arange(3))
-    for row in range(3):
-        alone = decode(model, torch.tensor([row]))
-        assert torch.equal(alone.tokens[0], whole.tokens[row])
-
-
 @pytest.mark.parametrize("num_draft_scales", [1, 2, 3])
 def test_two_models_decode_together(num_draft_scales):
     large, small, rows = tiny_infinity(0), tiny_infinity(7, num_layers=1, num_heads=1), torch.arange(3)

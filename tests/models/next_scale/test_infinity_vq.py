@@ -120,22 +120,6 @@ def test_bits_canvases_and_inputs_equal_plain_loops(changes):
     assert errors[-1] < errors[0]
 
 
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
-def test_bits_go_to_codes_and_back(changes):
-    """What one scale of codes put on the canvas, it codes again."""
-    model = tiny_bits(**{**changes, "scales": [1, (3, 2)]})
-    tokens = torch.randint(0, 2, (4, 6 * model.tokens_per_place), generator=torch.Generator().manual_seed(2))
-    canvas = model.accumulate(model.begin(4, dtype=torch.float64), 1, tokens)
-    assert torch.allclose(canvas.abs(), torch.tensor(model.bits**-0.5, dtype=torch.float64))
-    assert torch.allclose(canvas.square().sum(1), torch.ones(()).double())  # on the unit sphere
-    alone = tiny_bits(**{**changes, "scales": [(3, 2)]})
-    assert torch.equal(alone.quantise(canvas)[0][0], tokens)
-    # Tokens are codes of the table, joined place by place.
-    codes = model.codebook[tokens].reshape(4, 6, -1).mT.unflatten(2, (3, 2))
-    again = model.accumulate_codes(model.begin(4, dtype=torch.float64), 1, codes)
-    assert torch.equal(again, canvas)
-
-
 def test_decoding_tokens_is_drawing_all_scales():
     model = tiny_bits(patchify=True)
     tokens = torch.randint(0, 2, (2, model.num_tokens), generator=torch.Generator().manual_seed(2))
@@ -249,22 +233,6 @@ def test_files_give_the_same_pictures(tmp_path, wrapped: bool):
     half = load_infinity_vq_checkpoint(tmp_path / "own.pth", dtype=torch.bfloat16, **settings)
     assert half.dtype == torch.bfloat16
     assert (half.decode_tokens(tokens) - model.decode_tokens(tokens)).abs().mean() < 0.05
-
-
-def test_every_wrong_key_is_named():
-    weights = official(32, (1, 2, 4, 4, 4))
-    del weights["encoder.down.2.block.1.norm1.norm.bias"]
-    weights["decoder.mid.attn_1.q.conv.weight"] = torch.empty(512, 512, 1, 1, device="meta")
-    weights["encoder.conv_in.bias"] = torch.empty(128, device="meta")  # beside encoder.conv_in.conv.bias
-    weights["quantize.lfq.mask"] = torch.empty(31, device="meta")
-    with pytest.raises(ValueError) as error:
-        load_infinity_vq_checkpoint(weights)
-    text = str(error.value)
-    assert "1 missing: encoder.down.2.block.1.norm1.bias" in text
-    assert "2 unexpected: decoder.mid.attn_1.q.conv.weight, encoder.conv_in.conv.bias" in text
-    assert "1 of another shape: quantize.lfq.mask [31] instead of [32]" in text
-    with pytest.raises(ValueError, match=r"Infinity.*encoder\.conv_in\.weight"):
-        load_infinity_vq_checkpoint({"quantize.embedding.weight": torch.zeros(3, 2)})
 
 
 def test_powers_of_two_are_looked_at():

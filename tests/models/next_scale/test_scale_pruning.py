@@ -5,37 +5,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from tests.helpers.next_scale import decoded, random_maps
 from tests.helpers.scales import chosen_places, enlarged, straight_logits
 from tests.helpers.tiny_infinity import captions, tiny_infinity
 from tests.helpers.tiny_scales import tiny_var
 from visual_spec.models.core.pruning import Pruning
-from visual_spec.models.next_scale import scale_pruning
 from visual_spec.models.next_scale.scale_pruning import PrunedMaps, distinct_places
 
-SIDES = (1, 2, 3, 4)
 SHARES = (1.0, 1.0, 0.5, 0.3)  # 9 and 16 places: 5 each
 KEPT = (1, 4, 5, 5)
 
 
 def parts(kind: str):
     """A model, its condition and random maps of three pictures."""
-    generator = torch.Generator().manual_seed(3)
     model = tiny_var(num_layers=3) if kind == "var" else tiny_infinity(num_layers=3)
     condition = torch.tensor([3, 0, 4]) if kind == "var" else captions()
-    maps = [
-        torch.randn(3, model.code_dim, side, side, generator=generator, dtype=torch.float64)
-        for side in SIDES[1:]
-    ]
-    return model, condition, maps
-
-
-def decoded(model, condition, maps, pruning, known: int = 0, guided: bool = True) -> list[Tensor]:
-    """The logits of the scales from `known` on, one call after the other."""
-    state = model.prefill(condition, batch_size=3, guided=guided, maps=maps[:known], pruning=pruning)
-    rest = range(known + 1, len(maps) + 1)
-    return [state.logits, *(model(state, maps[scale - 1], scale) for scale in rest)]
+    return model, condition, random_maps(model, seed=3)
 
 
 @pytest.mark.parametrize("depth", [(0.0, 1.0), (0.3, 0.7), (0.6, 1.0)])
@@ -43,13 +29,13 @@ def decoded(model, condition, maps, pruning, known: int = 0, guided: bool = True
 def test_pruned_maps_are_what_the_definition_says(kind, depth):
     model, condition, maps = parts(kind)
     layers = [layer for layer in range(3) if depth[0] <= layer / 3 < depth[1]]
-    found = decoded(model, condition, maps, Pruning(SHARES, depth))
+    found = decoded(model, condition, maps, pruning=Pruning(SHARES, depth))
     for scale, logits in enumerate(found):
         want = [
             straight_logits(model, maps[:scale], condition, KEPT, layers, null=null) for null in (False, True)
         ]
         assert (logits - torch.cat(want)).abs().max() < 1e-10
-    plain = decoded(model, condition, maps, None)
+    plain = decoded(model, condition, maps)
     assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True))
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(found[2:], plain[2:], strict=True))
 
@@ -57,7 +43,7 @@ def test_pruned_maps_are_what_the_definition_says(kind, depth):
 @pytest.mark.parametrize("kind", ["var", "infinity"])
 def test_a_prefill_runs_its_scales_whole_and_later_ones_are_restored_from_the_last_of_them(kind):
     model, condition, maps = parts(kind)
-    found = decoded(model, condition, maps, Pruning(SHARES), known=2, guided=False)
+    found = decoded(model, condition, maps, pruning=Pruning(SHARES), known=2, guided=False)
     want = [straight_logits(model, maps[:scale], condition, (1, 4, 9, 5), range(3)) for scale in (2, 3)]
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, want, strict=True))
 
@@ -65,9 +51,9 @@ def test_a_prefill_runs_its_scales_whole_and_later_ones_are_restored_from_the_la
 @pytest.mark.parametrize("kind", ["var", "infinity"])
 def test_whole_shares_change_no_bit(kind):
     model, condition, maps = parts(kind)
-    plain = decoded(model, condition, maps, None)
+    plain = decoded(model, condition, maps)
     for shares in ((1.0,) * 4, (1.0, 1.0, 0.95, 0.99)):  # all but a part of a place is all
-        found = decoded(model, condition, maps, Pruning(shares))
+        found = decoded(model, condition, maps, pruning=Pruning(shares))
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
@@ -76,7 +62,7 @@ def test_rows_without_a_caption_or_class_leave(kind):
     """The conditional rows go on as if the others had never been there, pruned or not."""
     model, condition, maps = parts(kind)
     for pruning in (None, Pruning(SHARES)):
-        alone = decoded(model, condition, maps, pruning, guided=False)
+        alone = decoded(model, condition, maps, pruning=pruning, guided=False)
         state = model.prefill(condition, batch_size=3, guided=True, pruning=pruning)
         for scale in (1, 2):
             assert model(state, maps[scale - 1], scale).shape[0] == 6
@@ -96,7 +82,7 @@ def test_only_the_kept_places_are_computed(kind):
         block.ffn.register_forward_hook(
             lambda module, inputs, output, layer=layer: seen[layer].append(inputs[0].shape[1])
         )
-    decoded(model, condition, maps, Pruning(SHARES, (0.3, 0.6)))
+    decoded(model, condition, maps, pruning=Pruning(SHARES, (0.3, 0.6)))
     assert seen == [[1, 4, 9, 16], [1, 4, 5, 5], [1, 4, 9, 16]]
 
 
@@ -127,27 +113,3 @@ def test_maps_that_are_no_squares_are_restored_by_height_and_width():
     x = torch.tensor([[[0.0], [9.0], [0.1], [0.2], [-9.0], [0.0], [8.0], [-8.0]]])
     found = maps.apply(0, range(2, 3), 0, x, lambda x, places: x)
     assert found[0, :, 0].tolist() == [10, 9, 50, 50, -9, 10, 8, -8]
-
-
-# -- planted mistakes ------------------------------------------------------------------------------------------------
-
-
-def distance(monkeypatch, name: str, value: object) -> float:
-    monkeypatch.setattr(scale_pruning, name, value)
-    model, condition, maps = parts("infinity")
-    want = straight_logits(model, maps, condition, KEPT, range(3))
-    return float((decoded(model, condition, maps, Pruning(SHARES))[3][:3] - want).abs().max())
-
-
-def test_catches_another_choice_of_places(monkeypatch):
-    real = scale_pruning.largest
-    assert distance(monkeypatch, "largest", lambda scores, count: real(-scores, count)) > 1e-3
-
-
-def test_catches_a_restoration_that_is_not_by_area(monkeypatch):
-    class Nearest:
-        @staticmethod
-        def interpolate(x: Tensor, size, mode: str) -> Tensor:
-            return F.interpolate(x, size=size, mode="nearest")
-
-    assert distance(monkeypatch, "F", Nearest) > 1e-3
