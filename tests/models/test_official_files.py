@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.helpers import flexvar
+from tests.helpers import flexvar, tiny_wan
 from tests.helpers.audiocraft_files import (
     CODEC_SETTINGS,
     HEADS,
@@ -37,6 +37,7 @@ from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoin
 from visual_spec.models.next_scale.var import load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
+from visual_spec.models.video.self_forcing_checkpoint import load_self_forcing
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,12 @@ FILES = {
     ),
     "EnCodec": Official(
         codec_weights, load_audiocraft_codec, "decoder.model.0.conv.conv.bias", **audiocraft(CODEC_SETTINGS)
+    ),
+    "Self-Forcing": Official(
+        tiny_wan.official,
+        partial(load_self_forcing, head_dim=tiny_wan.HEAD_DIM),
+        "patch_embedding.bias",
+        None,
     ),
     "MaskGCT": Official(
         lambda: maskgct_straight.random_weights(maskgct_straight.semantic_shapes(), 0),

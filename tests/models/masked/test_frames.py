@@ -1,5 +1,7 @@
 """The LlamaGen that fills in frames: what each slot sees, and a cached decode against one pass over the whole clip."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,6 @@ from torch import Tensor
 from tests.helpers.llamagen import condition
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import tiny_frame_transformer
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked.frames import FrameMaskedSampler
@@ -17,37 +18,45 @@ def tiny_frames(**changes) -> FrameMaskedTransformer:
     return tiny_frame_transformer(**changes).double()
 
 
-def some_tokens(rows: int, hidden: float = 0.4) -> Tensor:
+def planned_frames(**changes) -> FrameMaskedTransformer:
+    """Seven frames: the first, 2, 4 and 6 together, then 1, 3 and 5."""
+    return tiny_frames(num_frames=7, key_frames=[2, 4, 6], **changes)
+
+
+def some_tokens(rows: int, frames: int = 3, hidden: float = 0.4) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(12, (rows, 12), generator=generator)
-    return tokens.masked_fill(torch.rand(rows, 12, generator=generator) < hidden, 12)
+    tokens = torch.randint(12, (rows, 4 * frames), generator=generator)
+    return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < hidden, 12)
 
 
 def decoded(model: FrameMaskedTransformer, tokens: Tensor, guided: bool, rows: int = 2) -> Tensor:
-    """Logits [R, L, V] of frames that are scored one after the other, each written before the next."""
-    state = model.prepare(condition(rows), batch_size=rows, guided=guided)
-    found = []
-    for frame in tokens.split(4, 1):
-        model(state, torch.full_like(frame, 12))  # a call leaves nothing behind
-        found.append(model(state, frame))
-        model.write(state, frame)
-    return torch.cat(found, 1)
+    """Logits [R, L, V] of groups of frames that are scored one after the other, each written before the next."""
+    state, logits = model.prepare(condition(rows), batch_size=rows, guided=guided), {}
+    for group in model.frame_groups:
+        fed = tokens.unflatten(1, (-1, 4))[:, group].flatten(1)
+        model(state, torch.full_like(fed, 12))  # a call leaves nothing behind
+        logits |= zip(group, model(state, fed).split(4, 1), strict=True)
+        model.write(state, fed)
+    return torch.cat([logits[frame] for frame in sorted(logits)], 1)
 
 
-def test_a_cached_decode_equals_one_pass():
-    model, tokens = tiny_frames(), some_tokens(2)
-    assert model.grid == TokenGrid(2, 2, 3)
-    expected = model.predictions(tokens, condition(2))
-    assert expected.shape == (2, 12, 12)
-    assert torch.allclose(decoded(model, tokens, False), expected, rtol=0, atol=1e-12)
+MODELS = {
+    "frame by frame": tiny_frames,
+    "key frames": planned_frames,
+    "in turn": partial(planned_frames, fill_in_turn=True),
+}
 
 
-def test_unconditional_rows_equal_a_pass_without_captions():
-    model, tokens = tiny_frames(), some_tokens(2)
-    found = decoded(model, tokens, True)
-    nobody = model.predictions(tokens, condition(2), torch.ones(2, dtype=torch.bool))
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cached_decode_equals_one_pass(name, guided):
+    model = MODELS[name]()
+    tokens, nobody = some_tokens(2, model.grid.frames), torch.ones(2, dtype=torch.bool)
+    found = decoded(model, tokens, guided)
+    assert found.shape == (4 if guided else 2, tokens.shape[1], 12)
     assert torch.allclose(found[:2], model.predictions(tokens, condition(2)), rtol=0, atol=1e-12)
-    assert torch.allclose(found[2:], nobody, rtol=0, atol=1e-12)
+    if guided:
+        assert torch.allclose(found[2:], model.predictions(tokens, condition(2), nobody), rtol=0, atol=1e-12)
 
 
 def test_a_decode_of_the_sampler_equals_full_recomputation(monkeypatch):
@@ -75,16 +84,6 @@ def test_a_decode_of_the_sampler_equals_full_recomputation(monkeypatch):
         without = model.predictions(torch.cat([torch.full_like(past, 12), tokens], 1), condition(2), nobody)
         wanted = torch.cat([with_text, without])[:, -4:]
         assert torch.allclose(logits, wanted, rtol=0, atol=1e-12)
-
-
-def test_a_slot_sees_its_frame_and_those_before():
-    model, tokens = tiny_frames(), some_tokens(1)
-    before = model.predictions(tokens, condition(1))
-    for changed in range(12):
-        other = tokens.clone()
-        other[0, changed] = (tokens[0, changed] + 1) % 13
-        moved = (model.predictions(other, condition(1)) - before).abs().amax(-1)[0] > 1e-9
-        assert moved.tolist() == [slot // 4 >= changed // 4 for slot in range(12)]
 
 
 def test_the_mask_is_a_token_of_its_own():
@@ -129,11 +128,6 @@ def test_a_single_frame_is_refused():
     refuses(ValueError, "at least 2", tiny_frames, num_frames=1)
 
 
-def planned_frames(**changes) -> FrameMaskedTransformer:
-    """Seven frames: the first, 2, 4 and 6 together, then 1, 3 and 5."""
-    return tiny_frames(num_frames=7, key_frames=[2, 4, 6], **changes)
-
-
 def test_key_frames_say_what_is_drawn_when_and_what_a_frame_sees():
     model = planned_frames(num_layers=1)  # with more, key frames pass on what they see
     assert model.frame_groups == [[0], [2, 4, 6], [1, 3, 5]]
@@ -156,26 +150,6 @@ def test_key_frames_say_what_is_drawn_when_and_what_a_frame_sees():
     sees = [set(row.nonzero()[:, 0].tolist()) for row in turn.seen_frames()]
     assert sees[5] == {*range(13)} and sees[14] == {*range(21)}
     assert sees[11] == {0, 1, 2, 3, 10, 11, 12, 19, 20}
-
-
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_a_cached_decode_by_key_frames_equals_one_pass(guided, in_turn):
-    model = planned_frames(fill_in_turn=in_turn)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(13, (2, 28), generator=generator)
-    state, logits = model.prepare(condition(2), batch_size=2, guided=guided), {}
-    for group in model.frame_groups:
-        fed = tokens.unflatten(1, (7, 4))[:, group].flatten(1)
-        model(state, torch.full_like(fed, 12))  # a call leaves nothing behind
-        parts = model(state, fed).unflatten(1, (len(group), 4))
-        logits |= {frame: parts[:, place] for place, frame in enumerate(group)}
-        model.write(state, fed)
-    whole = torch.cat([logits[frame] for frame in range(7)], 1)
-    assert torch.allclose(whole[:2], model.predictions(tokens, condition(2)), rtol=0, atol=1e-12)
-    if guided:
-        nobody = model.predictions(tokens, condition(2), torch.ones(2, dtype=torch.bool))
-        assert torch.allclose(whole[2:], nobody, rtol=0, atol=1e-12)
 
 
 def test_key_frames_that_fit_no_clip_are_refused(tmp_path):

@@ -171,16 +171,6 @@ def test_identical_samplers_return_the_autoregressive_tokens_in_any_batch(name, 
         assert torch.equal(draw(sampler, [2, 0]), draw(sampler, [0, 1, 2, 3])[[2, 0]])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_exact_samplers_are_greedy_at_temperature_zero(name):
-    model, condition = case(name)
-    law = TokenLaw(temperature=0.0)
-    want = AutoregressiveSampler()(model, condition, law=law, batch_size=4).tokens
-    for coupling in ("gumbel", "independent", "maximal"):
-        sampler = SpeculativeJacobiSampler(6, coupling, "exact")
-        assert torch.equal(sampler(model, condition, law=law, batch_size=4).tokens, want)
-
-
 @pytest.mark.parametrize(("name", "guided"), GUIDED)
 def test_a_law_that_reads_the_tokens_before_a_slot_is_that_of_straight_logits(name, guided):
     """Greedy, with a penalty on tokens that are there already: every token is the best of a straight forward."""

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.llamagen import on_meta
+from tests.helpers.llamagen_releases import SIZES, releases
 from tests.helpers.official import (
     CLASS_SHAPES,
     TEXT_SHAPES,
@@ -21,7 +22,7 @@ from tests.helpers.official import (
 from tests.helpers.refusals import refuses
 from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.next_token import llamagen
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import (
     find_image_size,
     load_pair,
@@ -32,11 +33,6 @@ from visual_spec.models.next_token.llamagen_checkpoint import (
 )
 from visual_spec.models.next_token.llamagen_vq import VQModel
 
-# Layers and width of every official size.
-SIZES = {
-    "B": (12, 768), "L": (24, 1024), "XL": (36, 1280), "XXL": (48, 1536), "XXXL": (48, 2560),
-    "1B": (22, 2048), "3B": (24, 3200), "7B": (32, 4096),
-}  # fmt: skip
 TOKENIZERS = {"vq-16": (1, 1, 2, 2, 4), "vq-8": (1, 2, 2, 4)}
 
 
@@ -67,17 +63,16 @@ def test_the_table_of_sizes_is_the_official_one():
     } == SIZES
 
 
-@pytest.mark.parametrize("kind", ["class", "text"])
-@pytest.mark.parametrize("name", SIZES)
-def test_no_key_of_an_official_transformer_is_missing_or_left_over(name, kind):
-    condition: dict = {"classes": 1000} if kind == "class" else {"caption": (120, 2048)}
-    official = transformer_shapes(*SIZES[name], **condition)
-    architecture = recognise(on_meta(official))
-    assert architecture.name == f"LlamaGen-{name}, {kind}-conditional"
-    with torch.device("meta"):
-        model = LlamaGenTransformer(**architecture.config)
-    assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == official
-    assert architecture.shapes() == official  # made of one layer
+@pytest.mark.parametrize(
+    ("name", "official", "more"), [*releases()], ids=lambda one: one if str(one) == one else ""
+)
+def test_no_key_of_an_official_transformer_is_missing_or_left_over(name, official, more):
+    architecture = recognise(on_meta(official | more))
+    assert architecture.name == name and architecture.shapes() == official  # made of one layer
+    if name.startswith("LlamaGen"):
+        with torch.device("meta"):
+            model = LlamaGenTransformer(**architecture.config)
+        assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == official
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -122,20 +117,6 @@ def test_older_and_safetensors_files_are_read_too(tmp_path):
         model = load_transformer(path, image_size=8, patch_size=2)
         assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
         assert model.config["caption_dim"] == 8 and model.prefix_length == 6
-
-
-def test_a_loaded_model_computes_what_the_same_weights_compute(tmp_path):
-    weights = random_weights(TEXT_SHAPES)
-    loaded = load_transformer(write(tmp_path / "t2i.pt", {"model": weights}), image_size=8, patch_size=2)
-    built = LlamaGenTransformer(
-        vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=4, prefix_length=6, num_classes=None, caption_dim=8
-    )  # fmt: skip
-    built.load_state_dict(weights)
-    condition = TextCondition(torch.randn(1, 6, 8), torch.ones(1, 6, dtype=torch.bool))
-    expected, found = (
-        model.prefill(condition, batch_size=1, guided=True, window=1).logits for model in (built, loaded)
-    )
-    assert torch.equal(expected, found) and found.abs().max() > 0.1
 
 
 def test_dtype_is_kept_or_chosen(tmp_path):

@@ -70,8 +70,3 @@ def test_hidden_tokens_show_their_place_only():
     first, second = (model.teacher_forced(t, condition(1), hidden_tokens=hidden) for t in (tokens, other))
     assert torch.equal(first, second)
     assert not torch.equal(first, model.teacher_forced(tokens, condition(1)))
-
-
-def test_a_model_of_pictures_has_no_part_for_frames():
-    assert not any("place" in name for name, _ in tiny_transformer().named_parameters())
-    assert torch.equal(rotary_table(4, 16), rotary_table(4, 16, frames=1))

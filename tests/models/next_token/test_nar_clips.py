@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.nar import scores
 from tests.helpers.official import random_weights, transformer_shapes
 from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
@@ -97,18 +98,7 @@ def test_steps_and_one_pass_compute_straight_lines():
     order = order_of("nar", model.grid)
     assert order.heads == ("right", "below", "later") and len(order.steps) == FRAMES + 2 * SIDE - 2
     for steps in (order.steps[1:], (order.joined(),)):
-        state = model.prefill(LABELS, batch_size=2, guided=True, window=LENGTH)
-        logits = torch.full_like(want, torch.nan)
-        logits[:, 0] = state.logits
-        for step in steps:
-            logits[:, step.emitted] = model(
-                state,
-                TOKENS[:, step.sources],
-                step.slots.expand(2, -1),
-                seen=step.seen.expand(2, -1, -1),
-                predicted=step.emitted.expand(2, -1),
-                answers=step.answers,
-            )
+        logits = scores(model, LABELS, TOKENS, steps)
         assert float((logits - want).abs().max()) < 1e-12 * float(want.abs().max())
     forced = Pass(model)
     merged = forced(model, TOKENS, LABELS)[0].detach()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
+from tests.helpers.llamagen_releases import flashar_shapes
 from tests.helpers.nar import (
     CLASSES,
     LABELS,
@@ -31,20 +32,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-
-INNER = 32
-
-
-def flashar_shapes(layers: int, dim: int, branch: int = 1, **more: Any) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of a release: those of NAR, and the gate."""
-    shapes = nar_shapes(layers, dim, branch, **more)
-    vocab_size = shapes["output.weight"][0]
-    inner = max(INNER, vocab_size // 512)
-    return shapes | {
-        "hv_gate_mlp.0.weight": (inner, 2 * vocab_size),
-        "hv_gate_mlp.2.weight": (1, inner),
-        "hv_gate_mlp.2.bias": (1,),
-    }
 
 
 def file_of(
@@ -177,18 +164,6 @@ def test_a_branch_that_starts_nowhere_is_refused(order, start):
         LlamaGenTransformer(VOCAB, 16, 2, 2, SIDE, order=order, branch_start=start)
 
 
-def test_the_gate_matters_and_is_no_mean(tmp_path):
-    """The shares differ from slot to slot, on both sides of one half."""
-    weights, model = file_of(tmp_path, classes=CLASSES)
-    order = order_of("flashar", model.grid)
-    shares: list[Tensor] = []
-    gate: Any = model.hv_gate_mlp
-    gate.register_forward_hook(lambda _, __, share: shares.append(share))
-    scores(model, LABELS, TOKENS, (order.joined(),))
-    assert shares[1].shape == (6, SIDE * SIDE - 1, 1)
-    assert float(shares[1].min()) < 0.3 and float(shares[1].max()) > 0.7
-
-
 def test_a_fresh_gate_is_the_mean_and_passes_no_gradient_to_the_heads():
     gate, shape = HeadGate(VOCAB).double(), (2, 3, VOCAB)
     right, below = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -201,32 +176,10 @@ def test_a_fresh_gate_is_the_mean_and_passes_no_gradient_to_the_heads():
     assert gate(flat, flat).isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "layers", "dim", "branch"), [("L", 24, 1024, 4), ("XL", 36, 1280, 1)])
-def test_no_key_of_a_release_is_missing_or_left_over(name, layers, dim, branch):
-    shapes = flashar_shapes(layers, dim, branch, classes=1000)
-    for more in ({}, {"hv_mix_logit": ()}):
-        architecture = recognise(on_meta({**shapes, **more, "freqs_cis": (257, 32, 2)}))
-        assert architecture.name == f"FlashAR-{name}, class-conditional" and architecture.shapes() == shapes
-        assert architecture.config["branch_layers"] == branch
-
-
 def test_a_fixed_share_without_a_gate_is_refused():
     """It would be decoded as a mean, which it is not."""
     with pytest.raises(ValueError, match="NAR-XL.*1.*hv_mix_logit"):
         recognise(on_meta({**nar_shapes(36, 1280, classes=1000), "hv_mix_logit": ()}))
-
-
-OFFICIAL = {"B": (12, 768), "M": (18, 1024), "L": (24, 1024), "XL": (36, 1280), "XXL": (48, 1536)}
-
-
-@pytest.mark.parametrize("kind", ["class", "text"])
-@pytest.mark.parametrize("name", OFFICIAL)
-def test_no_key_of_nar_is_missing_or_left_over(name, kind):
-    condition: dict[str, Any] = {"classes": 1000} if kind == "class" else {"caption": (120, 2048)}
-    shapes = nar_shapes(*OFFICIAL[name], **condition)
-    architecture = recognise(on_meta({**shapes, "freqs_cis": (257, 32, 2)}))
-    assert architecture.name == f"NAR-{name}, {kind}-conditional" and architecture.shapes() == shapes
-    assert architecture.config["branch_layers"] == 1
 
 
 def test_a_damaged_release_is_compared_with_the_nearest():

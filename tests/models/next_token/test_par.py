@@ -1,21 +1,22 @@
 """PAR's official layout: what a file gives, beside its own forward over the reordered sequence, written out."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers.llamagen import on_meta
-from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.llamagen_releases import par_shapes
+from tests.helpers.nar import scores
+from tests.helpers.official import random_weights
 from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
-from visual_spec.samplers.orders.tables import Step, order_of
+from visual_spec.samplers.orders.tables import order_of
 
 VOCAB, CLASSES = 12, 7
 LABELS = torch.tensor([3, 6])
@@ -25,12 +26,6 @@ CASES = [
     pytest.param(4, 6, id="of 3 x 3"),
     pytest.param(16, 8, id="16 regions"),
 ]
-
-
-def par_shapes(layers: int, dim: int, count: int, **more: Any) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of a release: a transformer with learned tokens."""
-    learned = {"spe_tok_embeddings.special_embeddings.weight": (count - 1, dim)}
-    return transformer_shapes(layers, dim, **more) | learned
 
 
 def file_of(tmp_path, count: int, side: int) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
@@ -80,34 +75,16 @@ def expected(weights: dict[str, Tensor], tokens: Tensor, count: int) -> Tensor:
     return torch.stack([straight_line(weights, label, row, count) for label, row in rows])
 
 
-def scores(model: LlamaGenTransformer, tokens: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Logits [2B, L, V] of given tokens, from the calls of these steps."""
-    batch, window = len(tokens), max(len(step.slots) for step in steps)
-    state = model.prefill(LABELS, batch_size=batch, guided=True, window=window)
-    learned = (VOCAB + torch.arange(model.learned_tokens)).expand(batch, -1)
-    held = torch.cat([tokens, learned], 1)
-    found = state.logits.new_full((2 * batch, tokens.shape[1], VOCAB), torch.nan)
-    found[:, 0] = state.logits
-    for step in steps:
-        found[:, step.emitted] = model(
-            state,
-            held[:, step.sources],
-            step.slots.expand(batch, -1),
-            seen=step.seen.expand(batch, -1, -1),
-            predicted=step.emitted.expand(batch, -1),
-            answers=step.answers,
-        )
-    return found
-
-
 @pytest.mark.parametrize(("count", "side"), CASES)
 def test_one_pass_and_step_by_step_compute_what_the_layout_says(tmp_path, count, side):
     weights, model = file_of(tmp_path, count, side)
     assert (model.trained_order, model.learned_tokens) == (f"par{count}", count - 1)
     tokens = torch.randint(VOCAB, (2, side * side), generator=torch.Generator().manual_seed(1))
     want, order = expected(weights, tokens, count), order_of(model.trained_order, model.grid)
+    learned = (VOCAB + torch.arange(count - 1)).expand(2, -1)
     for steps in (order.steps[1:], (order.joined(),)):
-        assert float((scores(model, tokens, steps) - want).abs().max()) < 1e-12 * float(want.abs().max())
+        found = scores(model, LABELS, torch.cat([tokens, learned], 1), steps)[:, : side * side]
+        assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
 
 
 @pytest.mark.parametrize(("count", "side"), CASES)
@@ -124,17 +101,6 @@ def test_the_sampler_draws_group_by_group(tmp_path, count, side):
     assert torch.equal(result.tokens, tokens)
     assert torch.equal(result.trace.commit_call, step.expand(2, -1))
     assert (result.trace.target_calls == count + side * side // count - 1).all() and result.trace.lossless
-
-
-OFFICIAL = {"B": (12, 768), "L": (24, 1024), "XL": (36, 1280), "XXL": (48, 1536), "3B": (24, 3200)}
-
-
-@pytest.mark.parametrize("count", [4, 16])
-@pytest.mark.parametrize("name", OFFICIAL)
-def test_no_key_of_a_release_is_missing_or_left_over(name, count):
-    shapes = par_shapes(*OFFICIAL[name], count, classes=1000)
-    architecture = recognise(on_meta({**shapes, "freqs_cis": (1 + count - 1 + 576, 32, 2)}))
-    assert architecture.name == f"PAR-{name}-{count}x, class-conditional" and architecture.shapes() == shapes
 
 
 def test_another_number_of_regions_is_refused():

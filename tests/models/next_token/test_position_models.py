@@ -1,5 +1,6 @@
 """ARPG and LPD: tokens and logits of their public code on tiny weights, and what the room of any-order models asks."""
 
+import math
 from itertools import accumulate
 from typing import Any
 
@@ -279,12 +280,10 @@ def test_no_key_is_missing_or_left_over(name):
         file = on_meta(shapes)
         model: Any = load(file)
         assert module.name_of(file) == f"{module.__name__.split('.')[-1].upper()}-{name}"
-        assert sum(parameter.numel() for parameter in model.parameters()) == sum(map(_size, shapes.values()))
+        assert sum(parameter.numel() for parameter in model.parameters()) == sum(
+            map(math.prod, shapes.values())
+        )
         assert model.trained_order == ANY_ORDER and model.config["num_classes"] == 1000
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 @pytest.mark.parametrize(

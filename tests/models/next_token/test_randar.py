@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.llamagen import on_meta, text_condition
-from tests.helpers.official import random_weights, transformer_shapes
+from tests.helpers.llamagen import text_condition
+from tests.helpers.llamagen_releases import randar_shapes
+from tests.helpers.official import random_weights
 from tests.helpers.refusals import refuses
 from tests.models.next_token import straight
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
+from visual_spec.models.next_token.llamagen_checkpoint import load_transformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.along_order import AlongOrder
 from visual_spec.samplers.orders.any_order import AnyOrderSampler
@@ -23,11 +24,6 @@ VOCAB, CLASSES, SIDE = 12, 7, 3
 LABELS = torch.tensor([3, 6])
 ORDERS = torch.tensor([[4, 0, 8, 2, 6, 1, 7, 3, 5], [8, 7, 1, 0, 2, 6, 3, 5, 4]])
 LENGTH = SIDE * SIDE
-
-
-def randar_shapes(layers: int, dim: int, **more: Any) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes: a transformer with one embedding for all position instructions."""
-    return transformer_shapes(layers, dim, **more) | {"pos_instruct_embeddings": (1, dim)}
 
 
 @pytest.fixture
@@ -163,20 +159,6 @@ def test_rows_go_at_their_own_pace_and_may_leave(loaded):
     along(state, by_place[1:, :3], every[None, LENGTH : LENGTH + 3])  # scratch room
     logits = along(state, by_place[1:, 7:8], every[None, 7:8])
     close(logits, want[1::2, 8:9])
-
-
-@pytest.mark.parametrize("acceptance", ["identical", "exact"])
-def test_samplers_draw_along_the_sequence(loaded, acceptance):
-    """The likeliest tokens, found place by place by the forward of the whole sequence."""
-    weights, model = loaded
-    order = ORDERS[0].tolist()
-    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
-    for place, slot in enumerate(order):
-        conditional, other = expected(weights, tokens, ORDERS[[0, 0]])[:, place].chunk(2)
-        tokens[:, slot] = (other + 1.5 * (conditional - other)).argmax(-1)
-    law = TokenLaw(guidance_scale=1.5, top_k=1)
-    for sampler in (AnyOrderSampler(order), SpeculativeAnyOrderSampler(3, order, acceptance)):
-        assert torch.equal(sampler(model, LABELS, law=law, batch_size=2).tokens, tokens)
 
 
 @pytest.mark.parametrize("acceptance", ["identical", "exact"])
@@ -318,16 +300,6 @@ def test_captions_are_seen_without_their_padding(zero):
     prefixes, words = model.cls_embedding.prefix(caption)
     rows = zip(prefixes.detach(), tokens, ORDERS, words, strict=True)
     close(found, torch.stack([straight_line(weights, *row, prefix_turn=float(not zero)) for row in rows]))
-
-
-@pytest.mark.parametrize("name", ["B", "L", "XL", "XXL"])
-def test_no_key_is_missing_or_left_over(name):
-    layers, _, dim = {"B": (12, 12, 768), "L": (24, 16, 1024), "XL": (36, 20, 1280), "XXL": (48, 24, 1536)}[
-        name
-    ]
-    shapes = randar_shapes(layers, dim, classes=1000)
-    architecture = recognise(on_meta({**shapes, "freqs_cis": (257, 32, 2)}))
-    assert architecture.name == f"RandAR-{name}, class-conditional" and architecture.shapes() == shapes
 
 
 def test_other_calls_and_samplers_are_refused(loaded):

@@ -66,15 +66,3 @@ def test_every_node_is_scored_as_its_chain_and_kept_paths_are_cached(model, cond
         plain = model.prefill(condition, batch_size=2, guided=guided, window=9)
         want = model(plain, torch.tensor([tokens, tokens]), torch.arange(len(tokens)).expand(2, -1))
         assert (after[row::2, -1] - want[row::2, -1]).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize(("model", "condition"), models())
-def test_a_tree_call_leaves_the_cache_by_slot_alone(model, condition):
-    text = torch.tensor([[0, 2, 1, 1], [1, 1, 0, 2]])
-    slots = torch.arange(4).expand(2, -1)
-    state = model.prefill(condition, batch_size=2, guided=False, window=4)
-    before = model(state, text, slots)
-    visible = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
-    model(state, torch.tensor([[2, 0, 0], [0, 1, 2]]), torch.tensor([[1, 2, 2], [1, 2, 2]]), visible)
-    after = model(state, text[:, 3:], slots[:, 3:])
-    assert (after[:, 0] - before[:, 3]).abs().max() < 1e-12
