@@ -1,5 +1,6 @@
 """The composer of tunes: determinism, captions, the held-out split, and melodies that are what their captions say."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -69,16 +70,8 @@ def test_held_out_combinations_are_disjoint() -> None:
 
 def test_captions() -> None:
     rng = np.random.default_rng(0)
-    words = dict(
-        instrument="organ",
-        tonic="A",
-        mode="minor",
-        tempo="slow",
-        contour="rising",
-        rhythm="even",
-        backing="solo",
-    )
-    tune = compose(rng, **words)
+    words = ("organ", "A", "minor", "slow", "rising", "even", "solo")
+    tune = compose(rng, **dict(zip(ATTRIBUTES, words, strict=True)))
     assert [caption(tune, form) for form in range(NUM_FORMS)] == [
         "a slow sad organ melody in A minor, rising in even rhythm",
         "slow and sad: organ tune in A minor, even and rising",
@@ -205,17 +198,7 @@ def test_every_combination_can_be_composed() -> None:
         assert MOODS[mode] in caption(
             compose(rng, **{**{name: words[-1] for name, words in VOCABULARY.items()}, "mode": mode})
         )
-        for contour in VOCABULARY["contour"]:
-            for rhythm in RHYTHMS:
-                for tempo in TEMPI:
-                    tune = compose(
-                        rng,
-                        instrument="bell",
-                        tonic="E flat",
-                        mode=mode,
-                        tempo=tempo,
-                        contour=contour,
-                        rhythm=rhythm,
-                        backing="bass",
-                    )
-                    assert _attributes(tune) == ("bell", "E flat", mode, tempo, contour, rhythm, "bass")
+        for contour, rhythm, tempo in itertools.product(VOCABULARY["contour"], RHYTHMS, TEMPI):
+            words = ("bell", "E flat", mode, tempo, contour, rhythm, "bass")
+            tune = compose(rng, **dict(zip(ATTRIBUTES, words, strict=True)))
+            assert _attributes(tune) == words

@@ -11,11 +11,9 @@ from visual_spec.data.tunes import (
     ATTRIBUTES,
     FRAME,
     INSTRUMENTS,
-    MOODS,
     NUM_FORMS,
     NUM_SAMPLES,
     SAMPLE_RATE,
-    VOCABULARY,
     Tune,
     caption,
     compose,
@@ -161,15 +159,8 @@ def test_a_tune_over_a_drone_played_by_hand() -> None:
     low = (0.1 * np.sin(2 * np.pi * 110 * t)).astype(np.float32)
     facts = parse_clip(wave + low)
     assert [note.pitch for note in facts.notes] == pitches
-    assert {name: getattr(facts, name) for name in ATTRIBUTES} == dict(
-        instrument="flute",
-        tonic="A",
-        mode="minor",
-        tempo="slow",
-        contour="dipping",
-        rhythm="dotted",
-        backing="drone",
-    )
+    said = ["flute", "A", "minor", "slow", "dipping", "dotted", "drone"]
+    assert [getattr(facts, name) for name in ATTRIBUTES] == said
     beats = 0.5 + 0.5 * np.sign(np.sin(2 * np.pi * t / (4 * unit)))
     assert parse_clip((wave + low * beats).astype(np.float32)).backing == "bass"
 
@@ -236,15 +227,6 @@ def test_captions_are_read_back(form: int) -> None:
             assert getattr(wanted, name) == (None if left_open else getattr(tune, name))
 
 
-def test_every_word_is_read_back() -> None:
-    known = {name: words[0] for name, words in VOCABULARY.items()}
-    for name, words in VOCABULARY.items():
-        for word in words:
-            tune = compose(np.random.default_rng(0), **{**known, name: word})
-            for form in range(3):
-                assert getattr(parse_caption(caption(tune, form)), name) == word
-
-
 def test_captions_written_by_hand() -> None:
     assert parse_caption("a slow sad organ melody in A minor") == WantedTune(
         "organ", "A", "minor", "slow", None, None, "solo"
@@ -282,15 +264,9 @@ def test_a_mood_of_another_mode_is_refused() -> None:
 
 def _tune(**changes: str) -> Tune:
     words = dict(
-        instrument="guitar",
-        tonic="D",
-        mode="minor",
-        tempo="moderate",
-        contour="arching",
-        rhythm="even",
-        backing="bass",
+        zip(ATTRIBUTES, ("guitar", "D", "minor", "moderate", "arching", "even", "bass"), strict=True)
     )
-    return compose(np.random.default_rng(4), **{**words, **changes})
+    return compose(np.random.default_rng(4), **words | changes)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +354,3 @@ def test_bad_clips_are_refused() -> None:
     refuses(ValueError, r"shape \[2, 64000\] given", parse_clip, np.stack([good, good]))
     refuses(ValueError, r"shape \[7999\] given", parse_clip, good[:7_999])
     refuses(ValueError, "not finite", parse_clip, np.full(NUM_SAMPLES, np.nan, np.float32))
-
-
-def test_moods_name_the_modes() -> None:
-    assert len(set(MOODS.values())) == len(MOODS) == len(VOCABULARY["mode"])

@@ -127,16 +127,6 @@ def test_a_request_has_a_limit_of_time_and_leaves_no_place_behind(client):
     assert client.get("/health").json()["accepted"] == 0
 
 
-def test_a_full_queue_says_when_to_come_again(client):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        slow = pool.submit(ask, client, seed=SLOW, n=1)
-        while not client.get("/health").json()["accepted"]:
-            time.sleep(0.02)
-        full = ask(client, n=4)
-        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
-        slow.result()
-
-
 def test_half_a_request_is_not_waited_for(client):
     begun = time.monotonic()
     answer = raw(client, HEAD + b"Content-Length: 60\r\n\r\n{")
