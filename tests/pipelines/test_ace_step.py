@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import visual_spec
+from tests.helpers.musicgen import Heard
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny_ace_step import IDS, RECORDED, LLMHandler, Processor, drawn
 
@@ -37,17 +37,10 @@ def test_codes_are_those_of_the_public_loops(
 
 
 def test_codes_are_handed_on_as_they_are_drawn() -> None:
-    class Heard(list[int]):
-        def put(self, codes: Tensor) -> None:
-            self.extend(codes.flatten().tolist())
-
-        def end(self) -> None:
-            self.append(-1)
-
     heard, handler = Heard(), visual_spec.accelerate(LLMHandler())
     torch.manual_seed(3)
     drawn(handler, 2.0, Processor(20), streamer=heard)
-    assert heard == [*RECORDED[0][4], -1]
+    assert torch.cat([part.flatten() for part in heard.parts]).tolist() == RECORDED[0][4] and heard.ends == 1
 
 
 def test_other_phases_go_the_handlers_own_way_and_restore_gives_back_its_loops() -> None:

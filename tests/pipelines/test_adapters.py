@@ -17,8 +17,6 @@ from tests.helpers.tiny_audio import tiny_audio_pipeline
 from tests.helpers.tiny_continuous import tiny_latent_pipeline
 from visual_spec.models.core.adapters import adapter_state, weight_of
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 peft = pytest.importorskip("peft")
 
@@ -111,18 +109,6 @@ def test_weight_of_a_convolution_of_two_adapters() -> None:
     assert torch.allclose(weight_of(pipe.transformer.more), wanted.float(), atol=1e-5)
     # A recorded graph of one of them is not taken for another.
     assert len(set(states)) == 4 and states[0] == ()
-
-
-def test_identical_tokens_with_an_adapter() -> None:
-    pipe = quiet(wide(tiny_pipeline()))
-    pipe.load_lora_weights(random_lora(pipe.transformer, size=0.3))
-    wide(pipe)
-    tokens = []
-    for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(window=4)):
-        pipe.sampler = sampler
-        generator = torch.Generator().manual_seed(3)
-        tokens.append(pipe("a red circle", generator=generator, output_type="latent").tokens)
-    assert torch.equal(*tokens)
 
 
 def test_files_of_diffusers_and_of_peft(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Official files of MAR and FlowAR to folders, through the command line: published keys with random weights, small."""
 
-import argparse
 import json
 import math
 import re
@@ -132,14 +131,6 @@ def test_one_file_becomes_a_model(files, tmp_path, capsys):
     assert all(loaded.config[name] == value for name, value in LARGE.items())
     assert convert(tmp_path / "kl", files["vae"]) == 0
     assert told(capsys)["class"] == "AutoencoderKL"
-
-
-def test_a_file_with_the_arguments_of_its_training_run_is_converted(files, tmp_path):
-    path = tmp_path / "checkpoint-last.pth"
-    torch.save(
-        {"model_ema": weights_of(mar_shapes(LARGE)), "args": argparse.Namespace(model="mar_base")}, path
-    )
-    assert convert(tmp_path / "out", path, files["vae"]) == 0
 
 
 @pytest.mark.parametrize(

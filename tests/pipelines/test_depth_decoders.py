@@ -238,30 +238,6 @@ def test_a_sampler_is_refused_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("window", (None, "depth-window"))
-@pytest.mark.parametrize("name", ("csm", "moshi"))
-def test_in_bfloat16_the_promise_names_the_type_and_counts_near_ties(name: str, window: str | None) -> None:
-    """Most frames of 31 codes differ from the model's own there: nothing is said without a limit."""
-    make = dict(csm=lambda dtype: tiny_csm(dtype, codebooks=32), moshi=tiny_moshi)[name]
-    told = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make(dtype)
-        visual_spec.accelerate(model, window)
-        before = visual_spec.summary(model)
-        drawn(model, name, "sampled", rows=3)
-        told.append((before, visual_spec.summary(model), model.last_trace))
-    (before, after, trace), (low_before, low_after, low_trace) = told
-    assert (
-        before.endswith("the same codes; nothing decoded yet")
-        and trace.near_ties is trace.low_precision is None
-    )
-    assert after.endswith("the codes of its own generate")
-    assert low_before.endswith("the same codes up to near-ties (bfloat16); nothing decoded yet")
-    assert low_trace.low_precision == "bfloat16"
-    met = f"{low_trace.near_ties} near-tie{'' if low_trace.near_ties == 1 else 's'} met"
-    assert low_after.endswith(f"the codes of its own generate up to near-ties (bfloat16), {met}")
-
-
-@pytest.mark.parametrize("window", (None, "depth-window"))
 @pytest.mark.parametrize("law", ("greedy", "sampled", "filtered"))
 def test_near_ties_of_frames_are_counted_by_definition(
     law: str, window: str | None, monkeypatch: pytest.MonkeyPatch

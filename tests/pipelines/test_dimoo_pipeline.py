@@ -20,7 +20,6 @@ from visual_spec.prototype.reuse.dimoo_shortcut import DimooShortcut
 from visual_spec.prototype.reuse.masked import ML_CACHE, ReusingMaskedSampler
 from visual_spec.prototype.reuse.recap import Reuse
 from visual_spec.samplers.masked.presets import PRESETS
-from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 
 SIZE: Any = dict(height=8, width=12)  # two pixels a token
 FOX = "a red fox"
@@ -113,15 +112,6 @@ def test_it_draws_into_pictures_of_any_size(pipe):
     assert torch.equal(found.tokens.view(4, 6)[~drawn], known[~drawn])
     with pytest.raises(ValueError, match="image of 8 x 12 pixels, but 8 x 8 are drawn"):
         pipe(FOX, image=picture, mask=mask, height=8, width=8)
-
-
-def test_one_token_a_call_in_fewer_calls(pipe):
-    told, law = pipe.make_condition(FOX), PRESETS["dimoo"].law
-    model = pipe.transformer.with_grid(4, 6)
-    plain, fast = (
-        SpeculativeMaskedSampler(count)(model, told, law=law, generator=seeded(4)) for count in (0, 7)
-    )
-    assert torch.equal(fast.tokens, plain.tokens) and int(fast.trace.target_calls) < 24
 
 
 def test_a_shortcut_is_a_part_of_the_pipeline(pipe, tmp_path):

@@ -1,18 +1,15 @@
 """ImagePipeline: what diffusers users expect of it, bad input, accelerate and restore. The models are real and tiny."""
 
-import io
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import visual_spec
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -56,15 +53,6 @@ def test_unknown_words_are_named_and_still_drawn(pipe):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(PROMPT)
-
-
-def test_progress_counts_no_scratch_slots():
-    bar = tqdm(total=8, file=io.StringIO())
-    progress = DecodeProgress(bar, 4)
-    progress(0, torch.tensor([1, 1]))
-    assert bar.n == 2
-    progress(1, torch.tensor([4, 6]))
-    assert bar.n == 8 and bar.postfix == "2 calls, 2.00 tokens per call"
 
 
 def test_compiled_transformer_survives(pipe, tmp_path):
@@ -113,19 +101,6 @@ def test_what_is_said_before_the_first_call_has_the_limit_of_what_is_said_after_
     assert "same tokens as autoregressive sampling up to near-ties (bfloat16; none" in visual_spec.summary(
         pipe
     )
-
-
-def test_accelerate_and_restore(pipe):
-    plain = pipe.sampler
-    assert visual_spec.summary(pipe) == "AutoregressiveSampler, the same tokens; nothing decoded yet"
-    visual_spec.accelerate(pipe)
-    assert isinstance(pipe.sampler, SpeculativeJacobiSampler)
-    visual_spec.accelerate(pipe, SpeculativeJacobiSampler(window=2))
-    assert pipe.sampler.config["window"] == 2
-    pipe(PROMPT)
-    assert visual_spec.summary(pipe).startswith("SpeculativeJacobiSampler: 1 x 16 tokens")
-    assert visual_spec.restore(pipe).sampler is plain
-    assert visual_spec.restore(pipe).sampler is plain
 
 
 def test_accelerate_refuses_what_it_cannot_speed_up(pipe):

@@ -187,15 +187,6 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
     refuses(ValueError, "SpeculativeMaskedSampler", pipe, PROMPT, image=image, mask=mask)
 
 
-def test_the_law_of_one_token_a_call_in_fewer_calls():
-    pipe = tiny_masked_pipeline(SpeculativeMaskedSampler(0))
-    plain = pipe([PROMPT, "a blue square"], generator=seeded(0, 1), guidance_scale=2.0)
-    assert plain.trace.target_calls.tolist() == [16, 16]
-    pipe.sampler = SpeculativeMaskedSampler(4)
-    fast = pipe([PROMPT, "a blue square"], generator=seeded(0, 1), guidance_scale=2.0)
-    assert torch.equal(fast.tokens, plain.tokens) and (fast.trace.target_calls < 16).all()
-
-
 def test_official_files_of_classes(tmp_path, monkeypatch):
     from visual_spec.models.next_token import llamagen_vq
 

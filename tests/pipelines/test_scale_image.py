@@ -2,10 +2,7 @@
 
 import functools
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +10,11 @@ import PIL.Image
 import pytest
 import torch
 
-import visual_spec
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
-from tests.helpers.tiny_scales import tiny_var
+from tests.helpers.tiny_scales import TINY_VQ, tiny_var, tiny_var_vq
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
-from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -27,32 +22,18 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import CODE_LAW, Stage, code_stages
 
-ROOT = Path(__file__).parents[2]
 SIDES = (1, 2, 3, 4)
 NAMES = ["cat, tabby", "dog", "crane", "crane, machine", "bee"]
 TIGHT = ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 4), (9, 9)))
-VQ: dict[str, Any] = dict(
-    base_channels=4, channel_multipliers=(1, 1), blocks_per_level=1, codebook_size=12, code_dim=2, norm_groups=None
-)  # fmt: skip
 
 
 def var(seed: int = 0, **changes: Any):
     return tiny_var(seed, torch.float32, **changes)
 
 
-def vq_model(**changes: Any) -> MultiscaleVQModel:
-    torch.manual_seed(1)
-    model = MultiscaleVQModel(**{**VQ, "scales": SIDES, **changes})
-    model.quantize.embedding.weight.data.normal_()
-    return model.eval()
-
-
 def make(**parts: Any) -> Any:
-    pipe = ScaleImagePipeline(
-        **{"transformer": var(), "vq_model": vq_model(), "sampler": ScaleWiseSampler(), **parts}
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    usual = {"transformer": var(), "vq_model": tiny_var_vq(), "sampler": ScaleWiseSampler()}
+    return quiet(ScaleImagePipeline(**usual | parts))
 
 
 def make_pair(**parts: Any) -> Any:
@@ -69,7 +50,7 @@ def straight(model: Any, labels: list[int], seeds: list[int], **law: Any):
     return ScaleWiseSampler()(
         model,
         torch.tensor(labels),
-        tokenizer=vq_model(),
+        tokenizer=tiny_var_vq(),
         law=settings,
         generator=seeded(*seeds),
         batch_size=len(labels),
@@ -81,7 +62,7 @@ def straight(model: Any, labels: list[int], seeds: list[int], **law: Any):
 
 def test_pictures_are_those_of_the_straight_path(pipe):
     want = straight(pipe.transformer, [3, 1], [7, 8])
-    pixels = vq_model().decode_canvas(want.canvas)
+    pixels = tiny_var_vq().decode_canvas(want.canvas)
 
     def draw(kind: str) -> Any:
         output = pipe([3, 1], generator=seeded(7, 8), output_type=kind)
@@ -117,26 +98,6 @@ def test_labels_by_name_and_number(pipe):
     )
     assert pipe.label_ids(range(3)) == [0, 1, 2]
     assert pipe(range(2), height=8, width=8, generator=seeded(1, 2)).tokens.shape == (2, 30)
-
-
-@pytest.mark.parametrize("smooth", [False, True])
-def test_callbacks_see_the_picture_grow(pipe, smooth):
-    pipe.sampler = ScaleWiseSampler(smooth=smooth)
-    seen: list = []
-
-    def callback(given, scale, timestep, tensors):
-        assert given is pipe
-        seen.append((scale, timestep, tensors["canvas"]))
-
-    output = pipe([1, 2], generator=seeded(1, 2), callback_on_step_end=callback, output_type="pt")
-    assert [(scale, timestep) for scale, timestep, _ in seen] == [(0, 1), (1, 5), (2, 14), (3, 30)]
-    pictures = [pipe.decode_canvas(canvas, "pt") for *_, canvas in seen]
-    assert pictures[-1].equal(output.images)
-    tokenizer, canvas = pipe.vq_model, pipe.vq_model.begin(2)
-    if not smooth:
-        for scale, part in enumerate(output.tokens.split([1, 4, 9, 16], 1)):
-            canvas = tokenizer.accumulate(canvas, scale, part)
-            assert pictures[scale].equal((tokenizer.decode_canvas(canvas) / 2 + 0.5).clamp(0, 1))
 
 
 # -- two models, compressed caches --
@@ -341,27 +302,15 @@ def test_a_refiner_that_came_later_is_saved(tmp_path):
     assert isinstance(ScaleImagePipeline.from_pipe(again), ScaleImagePipeline)
 
 
-@pytest.mark.slow  # three other classes are loaded in fresh processes by test_package.py
-def test_a_fresh_process_loads_it_by_the_package(tmp_path):
-    make_pair().save_pretrained(tmp_path)
-    code = (
-        f"import visual_spec; p = visual_spec.ScaleImagePipeline.from_pretrained({str(tmp_path)!r}); "
-        "print(type(p.sampler) is visual_spec.ScaleWiseSampler, p.image_size)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "True (8, 8)", done.stderr
-    assert visual_spec.code_stages is code_stages
-
-
 def test_official_files(tmp_path, monkeypatch):
-    large, small, tokenizer = var(), var(7, num_layers=1), vq_model()
+    large, small, tokenizer = var(), var(7, num_layers=1), tiny_var_vq()
     for model, name in [(large, "large.pth"), (small, "small.pth"), (tokenizer, "vae.pth")]:
         weights = model.state_dict()
         if name != "vae.pth":  # the official files tell the scale of each slot
             levels = [torch.full((side * side,), level) for level, side in enumerate(SIDES)]
             weights["lvl_1L"] = torch.cat(levels)[None]
         torch.save(weights, tmp_path / name)
-    load = functools.partial(scale_image.load_var_vq_checkpoint, **VQ)
+    load = functools.partial(scale_image.load_var_vq_checkpoint, **TINY_VQ)
     monkeypatch.setattr(scale_image, "load_var_vq_checkpoint", load)
     paths = [tmp_path / name for name in ("large.pth", "vae.pth", "small.pth")]
     one = ScaleImagePipeline.from_official(*paths[:2])

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 import visual_spec
+from tests.helpers.musicgen import Heard
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny_speech_codes import (
     CHATTERBOX,
@@ -88,20 +89,11 @@ def test_greedy_codes_of_a_talker_and_a_whole_omni() -> None:
 
 
 def test_a_talker_hands_codes_on_as_they_are_drawn() -> None:
-    class Heard:
-        def __init__(self) -> None:
-            self.puts: list[Tensor] = []
-
-        def put(self, codes: Tensor) -> None:
-            self.puts.append(codes)
-
-        def end(self) -> None:
-            self.puts.append(torch.empty(0))
-
     talker, plain, fast = tiny_talker(), Heard(), Heard()
     spoken(talker, 1, rows=1, streamer=plain)
     spoken(visual_spec.accelerate(talker), 1, rows=1, streamer=fast)
-    assert [codes.flatten().tolist() for codes in fast.puts] == [c.flatten().tolist() for c in plain.puts]
+    assert [codes.flatten().tolist() for codes in fast.parts] == [c.flatten().tolist() for c in plain.parts]
+    assert fast.ends == plain.ends == 1
 
 
 @pytest.mark.parametrize(

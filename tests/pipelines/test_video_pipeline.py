@@ -35,24 +35,7 @@ def test_every_output_type_shows_the_same_clip():
     assert torch.allclose(pt.frames[0], expected, atol=1e-6)
     pictures = pipe(PROMPT, generator=seeded(1)).frames
     assert len(pictures) == 1 and len(pictures[0]) == 3 and isinstance(pictures[0][0], Image.Image)
-    frames, tokens, trace, rate = pipe(PROMPT, generator=seeded(1), output_type="pt", return_dict=False)
-    assert (
-        torch.equal(frames, pt.frames)
-        and torch.equal(tokens, pt.tokens)
-        and trace.target_calls.tolist() == [12]
-    )
-
-
-@pytest.mark.parametrize("initial_draft", ["left", "previous_frame", "moved_frame", "panned_frame"])
-@pytest.mark.parametrize("window", [2, 5, 12, 128])
-def test_accelerated_clips_have_the_plain_tokens(window, initial_draft):
-    plain = tiny_video_pipeline()
-    fast = tiny_video_pipeline(SpeculativeJacobiSampler(window, initial_draft=initial_draft))
-    settings: Any = dict(guidance_scale=2.0, num_videos_per_prompt=2, output_type="latent")
-    one, two = (
-        pipe([PROMPT, "a blue square"], generator=seeded(1, 2, 3, 4), **settings) for pipe in (plain, fast)
-    )
-    assert torch.equal(one.tokens, two.tokens) and (two.trace.target_calls <= 12).all()
+    assert pt.trace.target_calls.tolist() == [12]
 
 
 def test_the_default_temperature_is_that_of_calls_without_one(tmp_path):

@@ -16,7 +16,6 @@ from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, C
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.presets import PRESETS
-from visual_spec.samplers.masked.speculative import SpeculativeMaskedSampler
 
 
 def condition(count: int) -> ClipCondition:
@@ -66,13 +65,6 @@ def test_known_tokens_stay_in_half_precision():
     found = sampler(model, told, law=PRESETS["amused"].law, known_tokens=given, batch_size=64)
     assert torch.equal(found.tokens[:, 1::2], known[:, 1::2])
     assert (found.tokens < CODES).all()
-
-
-def test_one_token_a_call_in_fewer_calls():
-    model, told, law = transformer(), condition(1), PRESETS["amused"].law
-    plain = SpeculativeMaskedSampler(0)(model, told, law=law, generator=seeded(4))
-    fast = SpeculativeMaskedSampler(7)(model, told, law=law, generator=seeded(4))
-    assert torch.equal(fast.tokens, plain.tokens) and int(fast.trace.target_calls) < SIDE * SIDE
 
 
 def test_conditions_that_do_not_fit_are_refused():
