@@ -15,7 +15,6 @@ from benchmarks.control_pictures import edges, share
 from benchmarks.motion_long import consistency
 from scripts import assemble
 from tests.helpers.command import last_line
-from tests.helpers.refusals import refuses
 from tests.helpers.tiny import quiet, seeded
 from tests.helpers.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec import cli
@@ -167,17 +166,6 @@ def test_what_is_saved_of_changes_is_whole(tmp_path, name, most):
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_masked_model_draws_into_a_picture():
-    pipe, prompts = load("shapes_masked"), shapes.held_out_prompts(2, seed=17)
-    found = pipe(prompts[0], generator=seeded(0))
-    mask = np.zeros((128, 128), dtype=bool)
-    mask[:, 64:] = True
-    painted = pipe(prompts[1], image=found.images[0], mask=mask, generator=seeded(5))
-    pixels = torch.from_numpy(np.array(found.images[0])).permute(2, 0, 1)[None] / 127.5 - 1
-    known = pipe.vq_model.encode_tokens(pixels)[0].view(16, 16)
-    assert torch.equal(painted.tokens[0].view(16, 16)[:, :8], known[:, :8])
-
-
 @pytest.mark.slow
 def test_reuse_stays_near_the_model():
     pipe, prompts = load("shapes_masked"), shapes.held_out_prompts(2, seed=18)
@@ -216,12 +204,6 @@ def test_its_pictures_draft_for_shapes_which_keeps_its_tokens():
     fast = drawn_by(pipe, prompts, SpeculativeJacobiSampler(64, drafts="pictured"))
     assert torch.equal(fast.tokens, plain.tokens)
     assert fast.trace.target_calls.sum() < repaired.trace.target_calls.sum()
-
-
-def test_raster_samplers_refuse_a_near_to_far_model():
-    pipe = load("shapes_nar")
-    pipe.sampler = SpeculativeJacobiSampler(8)
-    refuses(ValueError, "'flashar'.*OrderedSampler", pipe, SCENE)
 
 
 def test_the_first_frames_are_drawn_alone():
@@ -275,12 +257,6 @@ def test_the_command_line_draws(prompt, told, sampler, calls, tmp_path, capsys):
     document = last_line(capsys)
     (drawn,) = document["images" if prompt == SCENE else "videos"]
     assert document["sampler"]["name"] == sampler and drawn["calls"] == calls
-
-
-@pytest.mark.slow
-def test_the_command_line_drafts_with_whole_pictures(tmp_path):
-    drafted = ["--sampler", "speculative-jacobi:drafts=pictured", "--drafter", "shapes_nar", "--compare"]
-    assert cli.main(["generate", SCENE, *drafted, "--out", str(tmp_path / "both"), "--seed", "3"]) == 0
 
 
 def assembled(tmp_path, monkeypatch, *arguments: str) -> Path:

@@ -1,15 +1,18 @@
 """ImagePipeline: what diffusers users expect of it, bad input, accelerate and restore. The models are real and tiny."""
 
+import io
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import visual_spec
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.steps import DecodeProgress
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -53,6 +56,15 @@ def test_unknown_words_are_named_and_still_drawn(pipe):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(PROMPT)
+
+
+def test_progress_counts_no_scratch_slots():
+    bar = tqdm(total=8, file=io.StringIO())
+    progress = DecodeProgress(bar, 4)
+    progress(0, torch.tensor([1, 1]))
+    assert bar.n == 2
+    progress(1, torch.tensor([4, 6]))
+    assert bar.n == 8 and bar.postfix == "2 calls, 2.00 tokens per call"
 
 
 def test_compiled_transformer_survives(pipe, tmp_path):

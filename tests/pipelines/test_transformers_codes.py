@@ -33,7 +33,6 @@ from visual_spec.models.next_token.code_language import CodeLanguageModel, why_n
 from visual_spec.pipelines.accelerate.codes import generate_codes
 from visual_spec.prototype.block_drafts.drafter import BlockDrafter
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
-from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
 
@@ -201,25 +200,6 @@ def test_sampled_texts_follow_the_law_of_generate(sampler, guided):
     chi = float(((found - expected)[kept] ** 2 / expected[kept]).sum())
     freedom = int(kept.sum()) - 1
     assert freedom > 8 and chi < freedom + 4.5 * (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize("window", [4, 16])
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_windows_return_the_sampled_tokens_of_plain_decoding(settings, window):
-    def draw(sampler: Any) -> Tensor:
-        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
-        return ours(
-            LLAMA,
-            PROMPTS,
-            sampler,
-            do_sample=True,
-            max_new_tokens=40,
-            generator=generators,
-            **given(settings),
-        )
-
-    want = draw(AutoregressiveSampler())
-    assert torch.equal(draw(SpeculativeJacobiSampler(window)), want)
 
 
 def test_rows_end_at_their_own_length_and_no_call_is_spent_on_them():

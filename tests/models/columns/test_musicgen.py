@@ -11,7 +11,6 @@ from tests.helpers.musicgen import (
     MASK,
     greedy,
     musicgen,
-    native_codes,
     random_codes,
     rows_of,
 )
@@ -20,9 +19,6 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.raster.columns_jacobi import ColumnJacobiSampler
 
 transformers.logging.set_verbosity_error()
 
@@ -52,26 +48,6 @@ def straight(
 # -- against generate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("batch", [1, 3])
-@torch.no_grad()
-def test_greedy_codes_are_those_of_generate(channels, scale, batch):
-    model = musicgen(channels)
-    ids, mask = IDS[-batch:], MASK[-batch:]
-    new = FRAMES + 4 // channels - 1  # a step more for every codebook that lags
-    native = native_codes(model, new, scale, input_ids=ids, attention_mask=mask)
-    columns = MusicgenColumnModel(model, FRAMES)
-    assert columns.grid.width == new and columns.grid.codebooks == 4
-    condition = text_condition(model, ids, mask)
-    got = greedy(columns, condition, scale, batch)
-    assert native.shape == (batch, 4, FRAMES) and torch.equal(got, native)
-    assert len(native.unique()) > 4 and len(native.unique(dim=0)) == batch  # nothing constant
-    for row in range(batch):  # and not what other rows, or their padding, make of it
-        alone = rows_of(condition, [row])
-        assert torch.equal(greedy(columns, alone, scale, 1)[0], native[row])
-
-
 @torch.no_grad()
 def test_the_bare_language_model_too():
     whole = musicgen(text_width=32)  # as wide as the decoder: no projection
@@ -91,43 +67,6 @@ def test_the_bare_language_model_too():
     )
     columns = MusicgenColumnModel(whole.decoder, FRAMES)
     assert torch.equal(greedy(columns, condition, 1.0, 3), native)
-
-
-@pytest.mark.parametrize("channels", [1, 2])
-@torch.no_grad()
-def test_a_continuation_is_that_of_generate(channels):
-    model = musicgen(channels)
-    prompt = torch.randint(0, CODES, (3, 4, 3), generator=torch.Generator().manual_seed(1))
-    columns = MusicgenColumnModel(model, FRAMES, prompt_frames=3)
-    native = native_codes(
-        model,
-        columns.grid.width,
-        3.0,
-        input_ids=IDS,
-        attention_mask=MASK,
-        decoder_input_ids=prompt.flatten(0, 1),
-    )
-    text = text_condition(model, IDS, MASK)
-    condition = MusicCondition(text.features, text.mask, prompt)
-    got = greedy(columns, condition, 3.0, 3)
-    assert torch.equal(got, native) and torch.equal(got[:, :, :3], prompt)
-    other = MusicCondition(text.features, text.mask, (prompt + 1) % CODES)
-    assert not torch.equal(greedy(columns, other, 3.0, 3)[:, :, 3:], native[:, :, 3:])
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_speculation_gives_the_codes_of_plain_sampling(scale):
-    """The model under the sampler that needs all of its contract: windows, ragged rows, rejected columns."""
-    model = MusicgenColumnModel(musicgen(), 12)
-    condition = text_condition(model.model, IDS, MASK)
-    for law in (TokenLaw(temperature=0.0, guidance_scale=scale), TokenLaw(guidance_scale=scale, top_k=4)):
-        seeds = [[torch.Generator().manual_seed(seed) for seed in (1, 2, 3)] for _ in range(2)]
-        plain = ColumnAutoregressiveSampler()(model, condition, law=law, generator=seeds[0], batch_size=3)
-        fast = ColumnJacobiSampler(window=5, coupling="gumbel", acceptance="identical")(
-            model, condition, law=law, generator=seeds[1], batch_size=3
-        )
-        assert torch.equal(plain.tokens, fast.tokens)
-        assert len(fast.trace.target_calls.unique()) > 1 or law.temperature == 0  # rows of unequal pace
 
 
 # -- windows, progress, rollback ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.continuous import continuous
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 
 # What `sample` of shallowdream204/BitDance (imagenet_gen) draws for classes 3 and 5 from `random_weights`, with the
 # noise of samples of the seeds 1 and 2 in place of its own: the signs of [4, side, side], highest bit first.
@@ -106,20 +105,6 @@ def test_recorded_calls_draw_the_same(recordings):
         )
         torch.testing.assert_close(*(result.tokens for result in both))
     assert len(recordings) == 1
-
-
-def test_the_chain_has_the_marginals_of_flow_matching():
-    """Of one number that is foretold exactly: in many small steps its mean and its deviation are the flow's."""
-    schedule = EulerMaruyamaSchedule(1000)
-    noise = CounterNoise(draw_keys(seeded(3)[0], 4000), "cpu")
-    at = torch.zeros(4000, 1, dtype=torch.long)
-    x = noise.normal(at, 1, CHAIN, 1000, torch.float32)
-    for index in reversed(range(500, 1000)):
-        mean, sigma = schedule.kernel(x, index, torch.full_like(x, 2.0))
-        x = mean + sigma * noise.normal(at, 1, CHAIN, index, torch.float32)
-    share = float(schedule.times[499]) / 1000
-    assert share == pytest.approx(0.475, abs=1e-3)
-    assert x.mean() == pytest.approx(2.0 * share, abs=0.03) and x.std() == pytest.approx(1 - share, abs=0.03)
 
 
 def test_a_shift_moves_the_shares_towards_noise():

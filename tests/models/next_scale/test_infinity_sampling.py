@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.regions import total_variation
 from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded
 from tests.helpers.tiny_infinity import SIDES, captions, some, tiny_bits, tiny_infinity
 from visual_spec.models.core.protocol import Side
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, cache_bytes, window_size
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate, observers
-from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales.scales import ScaleWiseSampler, mixture
@@ -162,44 +159,3 @@ def test_patches_and_models_of_other_codes():
     assert result.tokens.shape == (3, 30 * 12)
     assert torch.equal(patches.decode_tokens(result.tokens), patches.decode_canvas(result.canvas))
     refuses(ValueError, "2 codes.*3.*12", decode, tiny_infinity(), rows, tokenizer=patches)
-
-
-class ForcedNoise:
-    """Row i draws the i-th sequence, and is weighted by the probability of its draws."""
-
-    def __init__(self, sequences: Tensor) -> None:
-        self.sequences = sequences
-        self.weight = torch.ones(len(sequences), dtype=torch.float64)
-        self.drawn = torch.zeros(sequences.shape[1], dtype=torch.long)
-
-    def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int = 0) -> Tensor:
-        assert stream == TOKEN and round == 0, "a slot has one noise of its own"
-        assert (slots == slots[:1]).all()
-        self.drawn += torch.bincount(slots[0], minlength=len(self.drawn))
-        outcome = self.sequences.gather(1, slots)
-        self.weight = self.weight * log_probs.softmax(-1).gather(-1, outcome[..., None]).prod(1)[:, 0]
-        return outcome
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("law", [TokenLaw(), TokenLaw(guidance_scale=2.5, temperature=0.7, top_p=0.9)])
-def test_the_law_of_whole_pictures_by_enumeration(monkeypatch, law):
-    """All 2 ** 10 pictures of (1 + 4) places of two bits, each a row of one batch."""
-    model, tokenizer = tiny_infinity(bits=2, scales=(1, 2)), tiny_bits(bits=2, scales=(1, 2))
-    pictures = torch.tensor(list(itertools.product(range(2), repeat=10)))
-    noise = ForcedNoise(pictures)
-    monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: noise)
-    one = some(captions(), torch.tensor([0]))
-    condition = TextCondition(one.features.expand(1024, -1, -1), one.mask.expand(1024, -1))
-    result = ScaleWiseSampler(ramp=False)(model, condition, tokenizer=tokenizer, law=law, batch_size=1024)
-    assert (noise.drawn == 1).all() and torch.equal(result.tokens, pictures)
-    # By definition: the product over bits, each given the scales before it.
-    maps = tokenizer.maps_of(pictures)
-    conditional = model.teacher_forced(maps, condition)
-    null = model.teacher_forced(maps, condition, torch.ones(1024, dtype=torch.bool))
-    guidance = law.guidance_scale if law.guidance_scale > 1 else 1.0
-    logits = null + guidance * (conditional - null)
-    plain = TokenLaw(temperature=law.temperature, top_p=law.top_p)
-    want = plain(logits, False).exp().gather(-1, pictures[..., None])[..., 0].prod(1)
-    assert want.sum().item() == pytest.approx(1, abs=1e-12)
-    assert total_variation(noise.weight, want) < 1e-10
