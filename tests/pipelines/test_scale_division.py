@@ -12,8 +12,6 @@ from visual_spec.eval.settings import Setting, parse_setting
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.pipelines import loading, scale_image
-from visual_spec.pipelines.accelerate import accelerate
-from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 
@@ -257,17 +255,3 @@ def test_settings_for_pipelines_that_lack_what_they_ask_for(pipe, tmp_path):
     pipe.vq_model.save_pretrained(tmp_path / "vq")
     with pytest.raises(ValueError, match="MultiscaleVQModel.*FlexVARTransformer, VARTransformer"):
         loading.load_refiner(tmp_path / "vq")
-
-
-def test_samplers_of_the_other_kind_of_model_are_refused(pipe):
-    refuses(TypeError, "AutoregressiveSampler.*ScaleWiseSampler", accelerate, pipe, "autoregressive")
-    assert isinstance(pipe.sampler, ScaleWiseSampler)
-    assert isinstance(accelerate(pipe, pipe.fast_sampler).sampler, ScaleWiseSampler)
-    next_token = tiny_pipeline()
-    with pytest.raises(TypeError, match="ScaleWiseSampler.*AutoregressiveSampler"):
-        accelerate(next_token, make_sampler("scale-wise"))
-
-
-def test_pictures_of_tokens(pipe):
-    output = pipe([3, 1], generator=seeded(7, 8), output_type="pt")
-    assert pipe.decode_tokens(output.tokens, "pt").equal(output.images)

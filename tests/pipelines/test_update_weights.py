@@ -159,18 +159,6 @@ def test_a_recording_of_fixed_addresses_reads_the_new_weights(monkeypatch: pytes
         assert len(made) == 1
 
 
-def test_an_optimizer_step_is_seen_by_the_next_call() -> None:
-    pipe = tiny_pipeline(SpeculativeJacobiSampler(4))
-    before = ids(pipe)
-    model = pipe.transformer
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * parameter.std(correction=0)
-    optimizer.step()
-    after = ids(pipe)
-    assert not torch.equal(after, before) and torch.equal(after, fresh_ids(snapshot(model)))
-
-
 def test_joined_projections_follow() -> None:
     pipe = tiny_pipeline()
     state, new = snapshot(pipe.transformer), perturbed(pipe.transformer)

@@ -26,7 +26,6 @@ from scripts.train.mar import (
     draw,
     hidden_count,
     initialise,
-    judge,
     latent_pictures,
     round_matrices,
     train_latents,
@@ -230,20 +229,6 @@ def test_the_causal_model_draws_slot_by_slot():
         token = chain(model, "head", z, other, 3.0, lambda: torch.randn(3, generator=generator).double())
         drawn = torch.cat([drawn, token[None]])
     torch.testing.assert_close(found[0], drawn.flip(0), rtol=1e-9, atol=1e-9)
-
-
-def test_draws_in_fewer_steps_and_without_guidance():
-    model = randomised("mar")
-    labels = torch.tensor([7, 3, 0])
-    for steps in (1, 5):
-        found = draw(model, labels, steps=steps, head_steps=3)
-        assert found.shape == (3, 16, 3) and found.isfinite().all() and (found != 0).all()
-
-
-def test_pictures_are_judged(tokenizer):
-    found = judge(randomised("mar"), tokenizer, 3, guidance=2.0, steps=2, head_steps=2)
-    assert found["pictures"] == 3 and found["guidance_scale"] == 2.0 and found["steps"] == 2
-    assert 0 <= found["class"] <= 1
 
 
 def test_rounded_matrices_are_stored_in_eight_bits(tmp_path):
