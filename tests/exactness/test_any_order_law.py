@@ -104,6 +104,17 @@ def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, la
         assert (total_variation(want, joint_along(model, order)) > 1e-2) == (steps < 6)
 
 
+def rising(scales: Tensor) -> Any:
+    """A law whose guidance has these scales by place."""
+
+    def law(logits: Tensor, guided: bool, places: Tensor) -> Tensor:
+        given, other = logits.chunk(2)
+        return (other + scales[places][..., None] * (given - other)).log_softmax(-1)
+
+    law.guided = True  # type: ignore[attr-defined]
+    return law
+
+
 @pytest.mark.parametrize(
     ("schedule", "steps", "groups", "levels"),
     [
@@ -118,14 +129,8 @@ def test_groups_and_their_rising_guidance_are_those_of_a_schedule(schedule, step
     """From 0.5 at the first of six places to 2.5 after the last, read where the schedule says."""
     model = TabularAnyOrderModel(TokenGrid(2, 3), 2, seed=1)
     order = [4, 1, 5, 0, 3, 2]
-    scales = 0.5 + 2.0 * torch.tensor(levels, dtype=torch.float64) / 6
-
-    def rising(logits: Tensor, guided: bool, places: Tensor) -> Tensor:
-        given, other = logits.chunk(2)
-        return (other + scales[places][..., None] * (given - other)).log_softmax(-1)
-
-    rising.guided = True  # type: ignore[attr-defined]
-    want: Any = law_of_groups(model, order, groups, rising)  # type: ignore[arg-type]
+    law = rising(0.5 + 2.0 * torch.tensor(levels, dtype=torch.float64) / 6)
+    want = law_of_groups(model, order, groups, law)
     found = Enumerator(AnyOrderSampler(order, steps, 0.5, schedule), model, GUIDED).run()
     assert total_variation(found.law, want) < 1e-10 and found.calls == steps
 
@@ -135,14 +140,8 @@ def test_it_is_lossless_under_guidance_that_rises(acceptance):
     """From 0.5 at the first place to 2.5 after the last of four: 0.5, 1, 1.5, 2."""
     model = table(1)
     start: dict[str, Any] = dict(guidance_start=0.5)
-    scales = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
-
-    def rising(logits: Tensor, guided: bool, places: Tensor) -> Tensor:
-        given, other = logits.chunk(2)
-        return (other + scales[places][..., None] * (given - other)).log_softmax(-1)
-
-    rising.guided = True  # type: ignore[attr-defined]
-    want: Any = law_of_groups(model, GIVEN, [1, 1, 1, 1], rising)  # type: ignore[arg-type]
+    law = rising(torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64))
+    want = law_of_groups(model, GIVEN, [1, 1, 1, 1], law)
     for sampler in (
         SpeculativeAnyOrderSampler(2, GIVEN, acceptance, **start),
         AnyOrderSampler(GIVEN, **start),

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from tests.exactness.enumeration import Enumeration, Enumerator, distance
-from tests.helpers.column_laws import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
+from tests.helpers.column_laws import LAWS, PATTERNS, PLAIN, model, p_of, with_tries
 from tests.helpers.statistics import LEAST_P
 from tests.helpers.tabular import TabularColumnModel
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ACCEPT
-from visual_spec.samplers.raster import column_base
 
 Networks = tuple[TabularColumnModel, TabularColumnModel]
 
@@ -106,11 +104,6 @@ def plant(monkeypatch, name: str, mistaken: Any) -> None:
     monkeypatch.setattr(DraftedColumnSampler, name, lambda *given: mistaken(real, *given))
 
 
-def test_catches_codebooks_tested_one_by_one_with_the_residual_of_the_column(monkeypatch):
-    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
-    assert off(drafted(2, "exact")) > 1e-3
-
-
 def test_rows_that_wait_for_a_replacement_have_been_fed_all_of_their_text():
     """The states of real decodes: the call that found no replacement committed nothing, and fed what was new."""
     layers = enumerated(pair("longer delay"), PLAIN, drafted(2, "exact")).layers
@@ -138,43 +131,6 @@ def test_catches_a_refused_draft_whose_label_is_dropped(monkeypatch):
         real(self, run, state)
 
     plant(monkeypatch, "step", step)
-    assert off(drafted(2, "exact")) > 1e-3
-
-
-def test_catches_a_refused_draft_that_gets_the_label_of_a_later_one(monkeypatch):
-    """A column that waits is drafted anew in every call; these drafts are not tested, and their labels do not count."""
-    real_forward = TabularColumnModel.forward
-
-    def moody(self, state, tokens, steps):
-        """A drafter that guesses otherwise for rows that wait: else the later label is that of the refused draft."""
-        logits, waiting = real_forward(self, state, tokens, steps), getattr(self, "waiting", None)
-        return (
-            logits if waiting is None else torch.where(waiting[:, None, None, None], logits.flip(-1), logits)
-        )
-
-    def step(real, self, run, state):
-        run.drafter.waiting = state.pending
-        real(self, run, state)
-
-    def mistaken(real, self, run, state):
-        waiting = run.drafter.waiting = state.pending
-        state.pending = torch.zeros_like(waiting)
-        bernoulli = run.noise.bernoulli
-
-        def refusing(probability, slots, stream, round=0):
-            accept = bernoulli(probability, slots, stream, round)
-            if stream == ACCEPT:
-                accept[:, :1] &= ~waiting[:, None]
-            return accept
-
-        run.noise.bernoulli = refusing
-        real(self, run, state)
-
-    monkeypatch.setattr(TabularColumnModel, "forward", moody)
-    with monkeypatch.context() as patch:
-        plant(patch, "step", step)
-        assert off(drafted(2, "exact")) < 1e-10
-    plant(monkeypatch, "step", mistaken)
     assert off(drafted(2, "exact")) > 1e-3
 
 
@@ -207,8 +163,3 @@ class WithDrafter:
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 def test_follows_the_law(keys_in_bulk, acceptance):
     assert p_of(WithDrafter(DraftedColumnSampler(2, acceptance))) > LEAST_P
-
-
-def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatch):
-    monkeypatch.setattr(column_base, "product_acceptance", one_by_one)
-    assert p_of(WithDrafter(DraftedColumnSampler(2))) < LEAST_P

@@ -5,18 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.exactness.branching import BranchingNoise
 from tests.exactness.enumeration import PLAIN, distance
-from tests.exactness.planted import target_for_residual
-from tests.exactness.regions import Regions, total_variation
+from tests.exactness.regions import total_variation
 from tests.helpers.drafting_sequences import LAWS, branches, chain, pair
 from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.law import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import DRAFT
 from visual_spec.samplers.raster import block, drafted, tree
 from visual_spec.samplers.raster.block import verify_block
 from visual_spec.samplers.raster.drafted import DraftedSampler
@@ -44,13 +40,6 @@ def test_an_early_stop_gives_up_calls():
     """It is the draft after the stop that is missing; were the stop without effect, the proof would be void."""
     calls = [chain(pair(), PLAIN, 3, below, "exact").calls for below in (0, 0.4, 1)]
     assert calls[0] + 0.05 < calls[1] and calls[1] + 0.05 < calls[2]
-
-
-@pytest.mark.parametrize("acceptance", ["exact", "identical", "block"])
-def test_a_drafter_equal_to_the_target_has_every_draft_accepted(acceptance):
-    model, _ = pair(2)
-    assert chain((model, model), PLAIN, 3, 0.0, acceptance).calls == pytest.approx(2)
-    assert chain((model, model), PLAIN, 1, 0.0, acceptance).calls == pytest.approx(3)
 
 
 def test_a_block_saves_calls_where_there_are_two_drafts_or_more():
@@ -154,11 +143,6 @@ def test_catches_dropping_the_draft_that_made_the_stop(monkeypatch):
     assert distance(chain(pair(), PLAIN, 2, 0.4), pair()[0], PLAIN) > 1e-2
 
 
-def test_catches_a_residual_replaced_by_the_target(monkeypatch):
-    monkeypatch.setattr(verification, "residual", target_for_residual)
-    assert distance(chain(pair(), PLAIN, 2), pair()[0], PLAIN) > 1e-2
-
-
 def test_a_drafter_that_is_not_fed_what_was_committed_drafts_worse(monkeypatch):
     """And from no other law. What was not fed is scrubbed between calls, so that it shows."""
     networks = pair(width=3)
@@ -247,14 +231,6 @@ def test_siblings_save_calls(acceptance):
     assert calls[1] < calls[0] - 0.05
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "identical"])
-def test_a_tree_drafted_by_the_target_itself_is_accepted_to_its_full_depth(acceptance):
-    model, _ = pair(2)
-    for depth, calls in ((1, 3), (2, 2)):  # slot 0 by the prefill, then depth + 1 tokens a call
-        found = branches((model, model), PLAIN, acceptance=acceptance, depth=depth, width=2)
-        assert found.calls == pytest.approx(calls)
-
-
 def test_catches_siblings_labelled_without_removing_earlier_ones(monkeypatch):
     monkeypatch.setattr(tree, "without", lambda law, tokens: law)
     assert distance(branches(pair(), PLAIN, depth=1, width=2), pair()[0], PLAIN) > 1e-3
@@ -285,23 +261,3 @@ def test_catches_choosing_among_drawn_nodes_by_what_they_turned_out_to_be(monkey
     real_propose = TreeSampler.propose
     monkeypatch.setattr(TreeSampler, "propose", choosing)
     assert distance(branches(pair(), PLAIN, depth=1, width=2), pair()[0], PLAIN) > 1e-3
-
-
-def test_the_instrument_shares_noise_between_nodes_of_one_slot():
-    """Two nodes with the same law draw the same children from one row of noise."""
-    law = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]], dtype=torch.float64).log()[None]
-    given: dict[int, torch.Tensor] = {}
-    rows = 1
-    while True:
-        weight, regions = torch.ones(rows, dtype=torch.float64), torch.zeros(rows, 5, dtype=torch.long)
-        noise = BranchingNoise(weight, regions, Regions(), 1, 3, given)
-        children = noise.ranking(law.expand(rows, -1, -1), torch.full((rows, 2), 4), 2, DRAFT, 1)
-        if noise.pending is None:
-            break
-        row, outcome = (noise.weight[:, None] * noise.pending > 1e-12).nonzero(as_tuple=True)
-        given = {number: earlier[row] for number, earlier in given.items()} | {noise.number: outcome}
-        rows = len(row)
-    assert len(children) == 6 and torch.equal(children[:, 0], children[:, 1])
-    sequential = law[0, 0].exp()[children[:, 0]].double()
-    expected = sequential[:, 0] * sequential[:, 1] / (1 - sequential[:, 0])
-    assert (noise.weight - expected).abs().max() < 1e-12

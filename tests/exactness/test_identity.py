@@ -44,18 +44,6 @@ def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, windo
     assert torch.equal(decode(sampler, law, rows), decode(AutoregressiveSampler(), law, rows))
 
 
-@pytest.mark.parametrize("law", [LAWS["plain"], LAWS["guided"]], ids=["plain", "guided"])
-@pytest.mark.parametrize("window", [1, 2, 8, 64])
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window):
-    sampler = SpeculativeJacobiSampler(window, coupling, acceptance, "last_law")
-    together = decode(sampler, law, torch.arange(5))
-    for row in range(5):
-        assert torch.equal(decode(sampler, law, torch.tensor([row]))[0], together[row])
-    turned = torch.tensor([4, 2, 0, 3, 1])
-    assert torch.equal(decode(sampler, law, turned), together[turned])
-
-
 def test_one_generator_for_the_batch_serves_both_samplers_alike():
     drawn = []
     for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(8)):
@@ -65,21 +53,6 @@ def test_one_generator_for_the_batch_serves_both_samplers_alike():
         drawn.append(torch.stack([sampler(MODEL, CONDITION, **asked).tokens for _ in range(2)]))
         assert not torch.equal(*drawn[-1])  # the generator went on
     assert torch.equal(*drawn)
-
-
-def test_different_seeds_give_different_tokens():
-    rows = torch.arange(5)
-    tokens = decode(SpeculativeJacobiSampler(8), LAWS["plain"], rows)
-    assert len(tokens.unique(dim=0)) == 5
-
-
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
-def test_greedy_decoding_is_the_same_everywhere(coupling, acceptance, initial_draft):
-    """With all mass on one token there is nothing left to chance: every mode must give the argmax sequence."""
-    rows = torch.arange(5)
-    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
-    assert torch.equal(*(decode(each, LAWS["greedy"], rows) for each in (sampler, AutoregressiveSampler())))
 
 
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)

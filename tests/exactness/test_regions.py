@@ -1,11 +1,8 @@
 """The instrument itself: areas that stand for Gumbel noise."""
 
-import itertools
-
-import pytest
 import torch
 
-from tests.exactness.regions import Regions, cells, total_variation
+from tests.exactness.regions import Regions, total_variation
 
 
 def random_laws(count: int, seed: int) -> torch.Tensor:
@@ -42,29 +39,3 @@ def test_joint_law_of_two_draws_with_one_noise_is_what_gumbel_noise_gives():
     pairs = 3 * (first.log() + gumbel).argmax(1) + (second.log() + gumbel).argmax(1)
     measured = torch.bincount(pairs, minlength=9) / len(pairs)
     assert total_variation(measured, joint.flatten()) < 5e-3
-
-
-def test_cells_cover_a_polygon_once():
-    polygon = ((0.1, 0.1), (0.7, 0.1), (0.3, 0.5))
-    parts = cells(polygon, [0.2, 0.5, 0.3])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        shares = torch.rand(3, generator=generator, dtype=torch.float64)
-        x, y = ((shares / shares.sum())[:, None] * torch.tensor(polygon, dtype=torch.float64)).sum(0).tolist()
-        race = torch.tensor([x / 0.2, y / 0.5, (1 - x - y) / 0.3])
-        inside = [
-            v
-            for v, part in enumerate(parts)
-            if part
-            and all(
-                (x1 - x0) * (y - y0) - (y1 - y0) * (x - x0) >= 0
-                for (x0, y0), (x1, y1) in itertools.pairwise((*part, part[0]))
-            )
-        ]
-        assert inside == [int(race.argmin())]
-
-
-@pytest.mark.parametrize("law", [[0.0, 0.4, 0.6], [1.0, 0.0, 0.0]])
-def test_a_token_outside_the_support_has_no_cell(law):
-    parts = cells(((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)), law)
-    assert [bool(part) for part in parts] == [share > 0 for share in law]

@@ -16,9 +16,7 @@ from tests.exactness.plain_drafting import (
     PlainRule,
     PlainTree,
     apart,
-    point,
 )
-from tests.exactness.plain_drafting import without as plain_without
 from tests.exactness.regions import total_variation
 from tests.helpers.drafting_sequences import LAWS, branches, chain, pair
 from tests.helpers.relaxed_rules import (
@@ -322,11 +320,3 @@ def test_chain_sampler_reports_what_the_enumeration_says():
     model, drafter = pair()
     expected = chain(pair(), PLAIN, 2, parts=BOOK, **settings)
     check_reports(DraftedSampler(2, **settings), model, expected, drafter=drafter)
-
-
-def test_the_plain_decoder_knows_the_exact_rule():
-    decoder = plain(PlainTree, "lantern", depth=2, width=2)
-    decoder.rule = decoder.exact
-    assert total_variation(decoder.run().law, pair()[0].law_of_sequences(PLAIN)) < 1e-12
-    assert decoder.found.apart < 1e-12
-    assert plain_without([0.5, 0.3, 0.2], [0]) == pytest.approx([0, 0.6, 0.4]) and point(1, 3) == [0, 1, 0]

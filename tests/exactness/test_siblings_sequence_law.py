@@ -1,11 +1,9 @@
 """Loop level: the exact law of whole sequences of the proactive Jacobi sampler, by enumeration of its real step."""
 
 import pytest
-import torch
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.enumeration import distance as distance_of
-from tests.exactness.planted import labels, relabel
 from tests.helpers.drafting_sequences import three_tokens as model
 from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import COMBINATIONS
@@ -13,7 +11,6 @@ from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype import proactive
 from visual_spec.prototype.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import siblings as siblings_module
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -170,16 +167,6 @@ def test_catches_siblings_under_the_label_of_the_main_draft(monkeypatch, options
     assert distance(options) > 1e-2
 
 
-def test_catches_siblings_that_are_drawn_from_a_sharper_law_than_their_labels_say(monkeypatch):
-    def sharper(law, count, *rest):
-        tokens, _ = real((3 * law).log_softmax(-1), count, *rest)
-        return tokens, law[:, None]
-
-    real = proactive.without_replacement
-    monkeypatch.setattr(proactive, "without_replacement", sharper)
-    assert distance(TWO) > 1e-3
-
-
 def test_catches_siblings_that_share_their_numbers(monkeypatch):
     monkeypatch.setattr(siblings_module, "sibling_stream", lambda stream, sibling: stream)
     refuses(AssertionError, "same noise", distance, TWO)
@@ -188,29 +175,3 @@ def test_catches_siblings_that_share_their_numbers(monkeypatch):
 def test_catches_a_walk_that_scores_siblings_by_the_law_after_the_main_branch(monkeypatch):
     monkeypatch.setattr(proactive.HeadTree, "node", lambda self, level, path: path * 0 + level)
     assert distance(TWO) > 1e-2
-
-
-def test_catches_an_old_label_on_the_drafts_after_the_walk(monkeypatch):
-    """Maximal coupling redraws them from the newest law, so the label has to be that law."""
-    real = ProactiveJacobiSampler.redraft
-
-    def stale(self, run, state, laws, advance, *rest, **more):
-        # At the first call there are no labels yet.
-        before = None if state.label is None else labels_before.pop()
-        real(self, run, state, laws, advance, *rest, **more)
-        if before is not None:
-            # Position c of the call was slot lengths - advance + c; the labels are taken one call too late.
-            at = advance[:, None] + torch.arange(2)
-            shifted = rows_of(before, at.clamp(max=1)).masked_fill((at > 1)[..., None], -torch.inf)
-            known = (shifted > -torch.inf).any(-1, keepdim=True)
-            relabel(state, torch.where(known, shifted, labels(state)))
-
-    def remembering(self, run, state):
-        labels_before.append(labels(state))
-        real_step(self, run, state)
-
-    labels_before: list[torch.Tensor] = []
-    real_step = ProactiveJacobiSampler.step
-    monkeypatch.setattr(ProactiveJacobiSampler, "redraft", stale)
-    monkeypatch.setattr(ProactiveJacobiSampler, "step", remembering)
-    assert distance(TWO) > 1e-3

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
+from tests.exactness.planted import batch_minimum_step, old_label_step
 from tests.helpers.statistics import LEAST_P, p_value
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
@@ -76,10 +75,3 @@ def test_fails_on_an_old_label_after_an_accept(monkeypatch):
 def test_fails_on_a_batch_minimum(monkeypatch):
     monkeypatch.setattr(SpeculativeJacobiSampler, "step", batch_minimum_step)
     assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS["independent-exact"])) < LEAST_P
-
-
-@pytest.mark.fast_sets(1)
-@pytest.mark.parametrize("name", ["gumbel-exact", "independent-exact", "maximal-exact"])
-def test_fails_on_a_residual_replaced_by_the_target(monkeypatch, name):
-    monkeypatch.setattr(verification, "residual", target_for_residual)
-    assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS[name])) < LEAST_P

@@ -255,7 +255,7 @@ def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch, sa
 )
 def test_what_the_target_itself_drafts_is_accepted_to_its_full_depth(depth, width):
     calls = 1 + math.ceil((LENGTH - 1) / (depth + 1))
-    for acceptance in ("exact", "identical"):
+    for acceptance in ("exact", "identical", "block") if width is None else ("exact", "identical"):
         sampler: Any = DraftedSampler(depth, acceptance=acceptance)
         if width is not None:
             sampler = TreeSampler(depth, width, acceptance=acceptance)
