@@ -151,5 +151,21 @@ def test_a_prefill_that_ignores_guided_is_refused(entry, name, guided, monkeypat
                 decode(entry, sampler, **law)
 
 
+# Of chunks see above; the features of a self-speculative model would be bad as well, and those are looked at.
+LAWFUL = [
+    entry for entry in all_samplers() if entry.calls != CHUNKS and entry.name != "self-speculative-masked"
+]
+
+
+@pytest.mark.parametrize("entry", LAWFUL, ids=lambda entry: entry.name)
+def test_what_defines_no_law_is_named_by_its_sample(entry, monkeypatch):
+    def broken(given: Tensor) -> Tensor:
+        return given.index_fill(0, torch.tensor([1]), torch.nan)
+
+    Bender(broken).calls(KINDS[entry.calls].model, monkeypatch)
+    for sampler in samplers_of(entry):
+        refuses(FloatingPointError, "sample 1[ ,]|in the drafter: ", decode, entry, sampler)
+
+
 def _uses(sampler: Any, name: str) -> bool:
     return name != "teacher" or sampler.config.teacher_from is not None

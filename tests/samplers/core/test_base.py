@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers.cached_decoders import case, rows_of
 from tests.helpers.drafting import (
@@ -19,13 +18,11 @@ from tests.helpers.drafting import (
     eagle_pair,
     seeded,
 )
-from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularModel, TabularState
-from tests.helpers.tiny import tiny_transformer
 from visual_spec.prototype.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import ActiveSamples, HostCopy
+from visual_spec.samplers.core.state import ActiveSamples
 from visual_spec.samplers.raster.drafted import DraftedSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.raster.tree import TreeSampler
@@ -156,49 +153,3 @@ def test_a_state_that_cannot_shrink_is_left_whole(request):
     request.getfixturevalue("whole_batch")
     assert not ActiveSamples(decode_state(2)).can_shrink
     assert decode(DraftedSampler(3)).tokens.shape == (4, 36)
-
-
-def test_host_copy_on_the_cpu_is_the_value():
-    value = torch.tensor([1, 2])
-    assert HostCopy()(value) is value
-
-
-class Wrong:
-    """A model of one's own that answers as another one, but in a wrong shape."""
-
-    def __init__(self, model: Any, how: str) -> None:
-        self.model, self.how = model, how
-        self.grid, self.vocab_size = model.grid, model.vocab_size
-
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
-        guided = guided and self.how != "unguided"
-        return self.model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
-
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
-        logits = self.model(state, tokens, slots)
-        if self.how == "one slot":
-            return logits[:, -1:]
-        if self.how == "half the rows":
-            return logits[: len(logits) // 2]
-        return logits[..., :-1] if self.how == "half the words" else logits
-
-
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("one slot", r"\(.*, 1, 256\).*4 slots"),
-        ("half the rows", r"\(\d, \d, 256\).*slots"),
-        ("half the words", r"\(\d, \d, 255\).*slots"),
-        ("unguided", "guided=True.*guided=False"),
-    ],
-)
-def test_what_a_model_of_ones_own_returns_is_not_spread_over_what_was_asked(how, error, guidance):
-    model = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1, vocab_size=256)
-    options: dict[str, Any] = dict(law=TokenLaw(guidance_scale=guidance), batch_size=2)
-    condition = torch.tensor([1, 4])
-    sampler = SpeculativeJacobiSampler(window=4)
-    assert sampler(Wrong(model, ""), condition, **options).tokens.shape == (2, 16)
-    if how == "unguided" and guidance == 1.0:
-        return
-    refuses(ValueError, error, sampler, Wrong(model, how), condition, **options)

@@ -26,13 +26,8 @@ NEAR: dict[str, Any] = dict(rtol=0, atol=1e-5, check_dtype=False, equal_nan=True
 
 
 def drawn(sampler: Any, model: Any, law: TokenLaw, **more: Any) -> Any:
-    """Samples with log-probabilities, which change neither tokens nor calls."""
-    request: dict[str, Any] = dict(law=law, batch_size=3, **more)
-    result = sampler(model, ROWS, generator=seeded(0, 1, 2), output_logprobs=True, **request)
-    plain = sampler(model, ROWS, generator=seeded(0, 1, 2), **request)
-    assert torch.equal(result.tokens, plain.tokens)
-    assert torch.equal(result.trace.target_calls, plain.trace.target_calls)
-    return result
+    request: dict[str, Any] = dict(law=law, batch_size=3, output_logprobs=True, **more)
+    return sampler(model, ROWS, generator=seeded(0, 1, 2), **request)
 
 
 def logits_at(model: TabularMaskedModel, tokens: Tensor, seen: Tensor, codebook: int = 0) -> Tensor:

@@ -200,6 +200,16 @@ def test_noise_falls_as_each_code_lets_it():
         (dict(temperature="sharpening", last_temperature=0.0), "last_temperature=0.0"),
         (dict(second_draw=True, score="entropy"), "second_draw=True.*score='entropy'"),
         (dict(second_draw=True, score="halton"), "second_draw=True.*score='halton'"),
+        (
+            dict(threshold=0.5, factor=1.0),
+            "threshold and factor decide about the same tokens; pass one of them",
+        ),
+        (dict(commit_gaps=[1, 2]), r"commit_gaps=\(1, 2\); pass 3 numbers"),
+        (
+            dict(threshold=0.5, score="halton"),
+            "threshold with score='halton', which is no probability of a draw",
+        ),
+        (dict(factor=0.5, score="entropy"), "factor with score='entropy'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):

@@ -141,13 +141,6 @@ LPD_SIZES = {
 }
 
 
-# Of all slots, what ARPG's schedules leave hidden after a share of the calls.
-SHARES = {
-    "arpg": lambda u: math.acos(u) / (math.pi / 2),
-    "arpg-cosine": lambda u: math.cos(math.pi / 2 * u),
-}
-
-
 def test_other_schedules_have_the_groups_of_their_public_codes():
     for (tokens, calls), sizes in LPD_SIZES.items():
         bounds = AnyOrderSampler(steps=calls, schedule="lpd").bounds(tokens)

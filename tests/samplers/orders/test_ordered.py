@@ -9,6 +9,7 @@ from tests.helpers.llamagen import make, text_condition
 from tests.helpers.refusals import refuses
 from tests.helpers.tabular import TabularModel, TabularOrderModel
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.orders.ordered import OrderedSampler
@@ -131,14 +132,11 @@ class Raster(TabularModel):
         raise AssertionError("refused before any compute")
 
 
-def test_refuses_a_model_that_feeds_in_raster_order_only():
-    refuses(TypeError, "Raster", decode, OrderedSampler(), Raster(TokenGrid(2, 2), 3, conditions=2))
-
-
-def test_names_the_slot_of_logits_that_define_no_law():
-    model = TabularOrderModel(TokenGrid(2, 3), 3, "nar", heads=2, conditions=2)
-    model.logits[:, :, :, 4] = torch.nan
-    refuses(FloatingPointError, "slot 4 hold", decode, OrderedSampler(), model)
+@pytest.mark.parametrize("sampler", [OrderedSampler(), ZipARSampler(2), ParallelJacobiSampler()])
+def test_refuses_a_model_that_feeds_in_raster_order_only(sampler):
+    refuses(
+        TypeError, "Raster.*AutoregressiveSampler", decode, sampler, Raster(TokenGrid(2, 2), 3, conditions=2)
+    )
 
 
 def test_a_callback_may_end_the_decode():

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.drafting import Counting
 from tests.helpers.llamagen import event_logits, make, text_condition
 from tests.helpers.official import random_weights, transformer_shapes
-from tests.helpers.refusals import refuses
 from tests.helpers.row_simulation import Simulation
 from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
@@ -336,23 +334,6 @@ def test_a_lead_of_the_width_gives_the_tokens_of_autoregressive_sampling(model, 
             assert torch.equal(decode(sampler, model, condition, law).tokens, want)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize(("model", "condition"), [(TABULAR, LABELS), (LLAMAGEN, CAPTIONS)])
-def test_a_sample_does_not_depend_on_its_batch(model, condition, sampler):
-    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    together = decode(sampler, model, condition, GUIDED, generator=generators)
-    for b in range(3):
-        own = (
-            condition[b, None]
-            if isinstance(condition, Tensor)
-            else type(condition)(condition.features[b, None], condition.mask[b, None])
-        )
-        alone = decode(sampler, model, own, GUIDED, batch_size=1, generator=torch.Generator().manual_seed(b))
-        assert torch.equal(alone.tokens[0], together.tokens[b])
-        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[b])
-        assert alone.trace.target_calls[0] == together.trace.target_calls[b]
-
-
 class Poisoned(LlamaGenTransformer):
     """Before every call fills the slots that no column sees with garbage."""
 
@@ -378,26 +359,6 @@ def test_slots_that_are_not_seen_may_hold_anything(sampler):
     assert torch.equal(found.trace.commit_call, want.trace.commit_call)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_trace_counts_the_calls(sampler):
-    model = Counting(TokenGrid(4, 5), 4, order=7, conditions=2, dependence=0.3)
-    committed = []
-    result = decode(sampler, model, callback=lambda call, lengths: committed.append((call, lengths.tolist())))
-    trace = result.trace
-    assert int(trace.target_calls.max()) == len(model.calls) + 1
-    assert model.asked["window"] == sampler.order(model.grid).columns
-    assert trace.target_calls.tolist() == (trace.commit_call.amax(1) + 1).tolist()
-    assert [call for call, _ in committed] == list(range(len(model.calls) + 1))
-    for call, lengths in committed:
-        assert lengths == (trace.commit_call <= call).sum(1).tolist()
-    assert trace.divergence is None and set(trace.phase_seconds) == {"prefill", "model", "verify"}
-    measuring: Any = type(sampler).from_config(sampler.config, measure=True)
-    measured = decode(measuring, model)
-    assert torch.equal(measured.tokens, result.tokens)
-    assert torch.equal(measured.trace.target_calls, trace.target_calls)  # the extra pass does not count
-    assert "measure" in measured.trace.phase_seconds
-
-
 def test_drafts_save_calls_and_rows_save_more():
     model = TabularModel(TokenGrid(8, 8), 8, order=3, conditions=2, dependence=0.05)
     calls = [
@@ -414,23 +375,6 @@ def test_drafts_save_calls_and_rows_save_more():
 def test_refuses_a_coupling_that_the_acceptance_cannot_use():
     with pytest.raises(ValueError, match="acceptance='identical' .* coupling='maximal'"):
         ParallelJacobiSampler(coupling="maximal")
-
-
-@pytest.mark.parametrize("sampler", [ZipARSampler(2), ParallelJacobiSampler()])
-def test_refuses_a_model_that_feeds_in_raster_order_only(sampler):
-    class Raster(TabularModel):
-        def forward(self, state, tokens, slots):  # type: ignore[override]
-            raise AssertionError("refused before any compute")
-
-    with pytest.raises(TypeError, match="Raster.*AutoregressiveSampler"):
-        decode(sampler, Raster(TokenGrid(2, 2), 3, conditions=2))
-
-
-@pytest.mark.parametrize("sampler", [ZipARSampler(2), ZipARSampler(2, True), ParallelJacobiSampler()])
-def test_names_the_slot_of_logits_that_define_no_law(sampler):
-    model = TabularModel(TokenGrid(3, 3), 3, order=1, conditions=2)
-    model.logits[:, 4] = torch.nan
-    refuses(FloatingPointError, "slot 4 hold", decode, sampler, model)
 
 
 def test_rows_run_through_frames():

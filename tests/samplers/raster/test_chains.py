@@ -96,6 +96,7 @@ LOSSLESS: dict[str, Any] = {
     "drafted columns exact": DraftedColumnSampler(5),
     "drafted columns identical": DraftedColumnSampler(5, "identical"),
 }
+PLAIN = {"identical tokens": AutoregressiveSampler(), "identical columns": ColumnAutoregressiveSampler()}
 RELAXED = {
     f"{name} {rule}": make(**RELAXATIONS[rule]) for name, make in MAKERS.items() for rule in RELAXATIONS
 }
@@ -149,9 +150,9 @@ def calls(monkeypatch) -> Iterator[list[Tensor]]:
     yield seen
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", LOSSLESS | PLAIN)
 def test_the_trace_counts_the_calls_of_every_sample(calls, name):
-    sampler, committed = LOSSLESS[name], []
+    sampler, committed = (LOSSLESS | PLAIN)[name], []
     length = tables_of(sampler).model.grid.num_tokens
     result = decode(sampler, callback=lambda call, lengths: committed.append((call, lengths.clone())))
     trace, count = result.trace, len(calls) + 1  # the prefill is a call
@@ -176,6 +177,13 @@ def test_the_trace_counts_the_calls_of_every_sample(calls, name):
     keys, model = torch.zeros(1, dtype=torch.long), tables_of(sampler).model
     room = length + sampler.begin(model, None, TokenLaw(), keys, prefill=lambda run: empty).window
     assert max(int(slots.max()) for slots in calls) < room
+    if not isinstance(
+        sampler, TreeSampler | ProactiveJacobiSampler
+    ):  # slots in a row, from the newest token on
+        for call, slots in enumerate(calls, start=1):
+            before = (trace.commit_call < call).sum(1)
+            assert (slots.diff(dim=1) == 1).all()
+            assert torch.equal(slots[:, 0], before[before < length] - 1)
     drafts = {"draft"} if sampler.needs_drafter else set()
     assert set(trace.phase_seconds) == {"prefill", "model", "verify"} | drafts
     assert 0 < sum(trace.phase_seconds.values()) <= trace.seconds and trace.peak_memory is None
@@ -233,15 +241,18 @@ def test_greedy_decoding_is_the_same_everywhere(name):
 
 @pytest.mark.fast_sets(20)
 @pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.usefixtures("whole_batch")
 def test_no_committed_token_changes(monkeypatch, name):
-    sampler = CHAINS[name]
+    """Nor is a sample that is complete charged for the calls of others, where it cannot leave."""
+    sampler = LOSSLESS[name]
     kind, real_step = type(sampler), type(sampler).step
 
     def step(self, run, state):
-        lengths, tokens = state.lengths.clone(), state.tokens.clone()
+        lengths, tokens, calls = state.lengths.clone(), state.tokens.clone(), state.target_calls.clone()
         real_step(self, run, state)
-        settled = torch.arange(tokens.shape[1]) < lengths[:, None]
+        settled, done = torch.arange(tokens.shape[1]) < lengths[:, None], lengths == run.num_tokens
         assert torch.equal(state.tokens[settled], tokens[settled]) and (state.lengths >= lengths).all()
+        assert torch.equal(state.target_calls, calls + ~done)
 
     monkeypatch.setattr(kind, "step", step)
     assert decode(sampler, range(8)).trace.target_calls.unique().numel() > 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, STEPS, decode
+from tests.helpers.columns import FRAMES, LAW, LAWS, MODEL, MODELS, PATTERNS, decode
 from tests.helpers.refusals import refuses
 from tests.helpers.sampler_settings import lossy
 from tests.helpers.tabular import TabularColumnModel, TabularModel
@@ -18,7 +18,6 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.drafts import Label
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.raster import column_base
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.column_base import UNITS
@@ -136,24 +135,6 @@ def test_the_model_is_fed_the_special_id_exactly_where_the_pattern_has_no_token(
         for tokens, steps in model.calls:
             assert (steps.diff(dim=1) == 1).all()
             assert torch.equal(tokens == model.special_id, ~valid[steps])
-
-
-def test_autoregressive_trace_is_one_column_a_call():
-    model = as_kind(Counting)
-    committed = []
-    trace = decode(ColumnAutoregressiveSampler(), model, callback=lambda *seen: committed.append(seen)).trace
-    assert len(model.calls) == STEPS - 1 and trace.target_calls.tolist() == [STEPS] * 4
-    assert trace.tokens_per_call.tolist() == [1.0] * 4
-    assert [(call, lengths.tolist()) for call, lengths in committed] == [
-        (s, [s + 1] * 4) for s in range(STEPS)
-    ]
-
-
-@pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
-def test_window_of_one_is_one_column_a_call(coupling, acceptance, unit):
-    trace = decode(ColumnJacobiSampler(1, coupling, acceptance, unit)).trace
-    assert (trace.target_calls == STEPS).all()
-    assert torch.equal(trace.commit_call, torch.arange(STEPS).expand(4, -1))
 
 
 @pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
@@ -278,53 +259,4 @@ def test_refuses_other_patterns_before_any_compute(sampler):
 # ----------------------------------------------------------------------------------------------------- bad logits
 
 
-@pytest.mark.parametrize("sampler", [ColumnJacobiSampler(6), ColumnAutoregressiveSampler()])
-@pytest.mark.parametrize("step", [0, 1, 9, STEPS - 1])
-def test_names_the_sample_and_step_of_logits_that_define_no_law(sampler, step):
-    model = copy.deepcopy(MODEL)
-    codebook = int(model.valid[step].nonzero()[-1, 0])
-    model.logits[1, step, :, codebook] = torch.nan
-    refuses(FloatingPointError, f"sample 1 .*slot {step} hold nan", decode, sampler, model)
-
-
 # ------------------------------------------------------------------------------------------------ the table model
-
-
-def test_tabular_columns_score_every_context_from_its_table():
-    valid = CodebookPattern.delay([0, 1]).valid(3).T  # [4, 2]
-    model = TabularColumnModel(valid, 2, order=2, conditions=2)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.where(valid, torch.randint(2, (5, 4, 2), generator=generator), 2)
-    state = model.prefill(torch.tensor([0, 1, 0, 1, 1]), batch_size=5, guided=True, window=4)
-    logits = model(state, tokens, torch.arange(4).expand(5, -1))
-    assert state.logits.shape == (10, 2, 2) and logits.shape == (10, 4, 2, 2) and logits.isfinite().all()
-    for row in range(5):
-        for step in range(3):
-            context = 0
-            for token in [[0, 0], [0, 0], *tokens[row].tolist()][step + 1 : step + 3]:
-                context = (context * 3 + token[0]) * 3 + token[1]
-            for table, at in (((0, 1, 0, 1, 1)[row], row), (2, row + 5)):
-                assert torch.equal(logits[at, step], model.logits[table, step + 1, context])
-    state.select(torch.tensor([3, 1]))
-    again = model(state, tokens[[3, 1]][:, 2:3], torch.full((2, 1), 2))
-    assert torch.equal(again[:, 0], logits[[3, 1, 8, 6], 2])
-
-
-@pytest.mark.parametrize("order", [None, 1])
-@pytest.mark.parametrize("guided", [False, True])
-def test_law_of_sequences_is_the_product_of_the_laws(guided, order):
-    valid = CodebookPattern.delay([0, 1]).valid(2).T  # 4 tokens
-    model = TabularColumnModel(valid, 3, order=order, conditions=2)
-    law = TokenLaw(guidance_scale=2.0 if guided else 1.0, top_k=2)
-    found = model.law_of_sequences(law, condition=1, guided=guided)
-    assert found.sum().item() == pytest.approx(1, abs=1e-14)
-    sequences = torch.cartesian_prod(*[torch.arange(3)] * 4)  # [81, 4]
-    columns = torch.full((81, 3, 2), 3)
-    columns[:, valid] = sequences
-    state = model.prefill(torch.ones(81, dtype=torch.long), batch_size=81, guided=guided, window=3)
-    logits = torch.cat(
-        [state.logits[:, None], model(state, columns, torch.arange(3).expand(81, -1))[:, :2]], 1
-    )
-    log_probs = law(logits.flatten(1, 2), guided).view(81, 3, 2, 3)
-    chosen = log_probs.gather(-1, columns.clamp(max=2)[..., None])[..., 0]
-    torch.testing.assert_close(found, chosen[:, valid].sum(1).exp(), rtol=0, atol=1e-15)

@@ -5,7 +5,6 @@ import torch
 
 from tests.helpers.drafting import (
     CONDITION,
-    GUIDED,
     MODEL,
     NEAR,
     captions,
@@ -23,20 +22,6 @@ from visual_spec.samplers.raster import drafted
 from visual_spec.samplers.raster.drafted import DraftedSampler
 
 LENGTH = 36
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
-@pytest.mark.usefixtures("whole_batch")
-def test_feeds_consecutive_slots_within_the_room_of_both_caches(num_drafts):
-    model, drafter = counting(MODEL), counting(NEAR)
-    result = decode(DraftedSampler(num_drafts), model, drafter, law=GUIDED)
-    for network in (model, drafter):
-        assert network.asked == {"batch_size": 4, "guided": True, "window": num_drafts + 1}
-        assert all((slots.diff(dim=1) == 1).all() for slots in network.calls)
-        assert max(int(slots.max()) for slots in network.calls) <= LENGTH + num_drafts
-    for call, slots in enumerate(model.calls, start=1):
-        lengths = (result.trace.commit_call < call).sum(1)
-        assert torch.equal(slots[:, 0], lengths - 1) and slots.shape[1] <= num_drafts + 1
 
 
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])

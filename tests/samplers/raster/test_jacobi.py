@@ -50,53 +50,6 @@ def test_a_narrow_call_keeps_the_drafts_of_a_wider_one(initial_draft):
 
 
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_feeds_consecutive_slots_within_the_scratch_room(coupling, acceptance):
-    model = Counting(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
-    result = decode(
-        SpeculativeJacobiSampler(8, coupling, acceptance), model, law=TokenLaw(guidance_scale=2.0)
-    )
-    assert model.asked == {"batch_size": 4, "guided": True, "window": 8}
-    lengths = torch.ones(4, dtype=torch.long)
-    for call, slots in enumerate(model.calls, start=1):
-        still = lengths[lengths < 64]
-        assert torch.equal(slots, still[:, None] - 1 + torch.arange(8))
-        lengths = (result.trace.commit_call <= call).sum(1)
-    assert max(int(slots.max()) for slots in model.calls) <= 64 + 8 - 1
-    assert (lengths == 64).all()
-
-
-@pytest.mark.usefixtures("whole_batch")
-def test_finished_rows_stay_as_they_are(monkeypatch):
-    """A sample that is done is neither changed nor charged while others go on, where it cannot leave."""
-    sampler = SpeculativeJacobiSampler(8, "maximal", "exact")
-    seen = []
-    real_step = SpeculativeJacobiSampler.step
-
-    def step(self, run, state):
-        before = state.lengths.clone(), state.tokens[:, :64].clone(), state.target_calls.clone()
-        real_step(self, run, state)
-        done = before[0] == 64
-        seen.append(int(done.sum()))
-        assert torch.equal(state.tokens[:, :64][done], before[1][done])
-        assert torch.equal(state.target_calls[done], before[2][done])
-        assert torch.equal(state.lengths[done], before[0][done])
-        open_slots = torch.arange(64) < before[0][:, None]
-        # Nor is any committed token.
-        assert torch.equal(state.tokens[:, :64][open_slots], before[1][open_slots])
-
-    monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
-    decode(sampler)
-    assert 0 < max(seen) < 4
-
-
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
-def test_window_of_one_is_one_token_a_call(coupling, acceptance):
-    trace = decode(SpeculativeJacobiSampler(1, coupling, acceptance)).trace
-    assert (trace.target_calls == 64).all()
-    assert torch.equal(trace.commit_call, torch.arange(64).expand(4, -1))
-
-
-@pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
 def test_grid_of_one_token_needs_the_prefill_only(coupling, acceptance, initial_draft):
     model = Counting(TokenGrid(1, 1), 5)
@@ -170,15 +123,6 @@ def poisoned(slot: int, value: float, row: int = 1) -> TabularModel:
     model = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
     model.logits[row, slot] = value
     return model
-
-
-@pytest.mark.parametrize("sampler", [SpeculativeJacobiSampler(8), AutoregressiveSampler()])
-@pytest.mark.parametrize("slot", [0, 1, 40, 63])
-@pytest.mark.parametrize(
-    "value, name", [(torch.nan, "nan"), (torch.inf, r"\+inf"), (-torch.inf, "only -inf")]
-)
-def test_names_the_sample_and_slot_of_logits_that_define_no_law(sampler, slot, value, name):
-    refuses(FloatingPointError, f"sample 2 .*slot {slot} hold {name}", decode, sampler, poisoned(slot, value))
 
 
 def test_names_the_unconditional_row():
