@@ -66,9 +66,6 @@ def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(
     ):
         assert cli.main(["models", name]) == 0
         assert told in capsys.readouterr().out
-    for name, near in (("shapez", "shapes"), ("speculative-jacobbi", "speculative-jacobi")):
-        assert cli.main(["models", name]) == 2
-        assert capsys.readouterr().err.endswith(f"Did you mean {near}?\n")
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])

@@ -81,7 +81,8 @@ assert not heavy, heavy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("generate x --model shapez", "unknown model 'shapez'.*Did you mean shapes"),
+        ("generate x --model shapez", "unknown model 'shapez'; embedded models are .*Did you mean shapes"),
+        ("generate x --model=", "empty model name"),
         ("eval --out o --model ./nothing", "there is no folder ./nothing"),
         ("bench --model /no/where", "there is no folder /no/where"),
         ("sample --prompts p --out o --model shapez", "Did you mean shapes"),

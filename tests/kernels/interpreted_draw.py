@@ -30,10 +30,6 @@ def drawn(here: Window, stream: int = 0, round: int = 0) -> tuple[torch.Tensor, 
     return tokens, finite
 
 
-
-
-
-
 def test_a_key_alone_decides_a_sample():
     here = window(LAWS["plain"], 3, 2, 130)
     tokens, _ = drawn(here)

@@ -14,8 +14,6 @@ from visual_spec.kernels import draw as whole
 from visual_spec.kernels import law as law_module
 from visual_spec.kernels import split_draw as module
 from visual_spec.kernels.draw import draw_reference, whole_draw_triton
-from visual_spec.kernels.law import largest_reference
-from visual_spec.kernels.philox import philox_log_exponential
 from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import state
@@ -57,15 +55,11 @@ def tokens_of(here: Window, run: Any = split_draw_triton) -> Tensor:
     return run(*arguments(here))[0]
 
 
-
-
 @pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_what_one_kernel_draws(name):
     here = window(LAWS[name], 2, 1, 100)
     assert torch.equal(drawn(here), here.noise.categorical(here.target, here.slots, STREAM, ROUND))
-
-
 
 
 @pytest.mark.fast_sets(1)

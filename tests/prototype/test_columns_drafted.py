@@ -124,17 +124,6 @@ def test_a_pending_row_is_drafted_from_its_newest_column(monkeypatch):
     assert waiting > again > 5
 
 
-def test_logits_of_forced_entries_are_never_checked(monkeypatch):
-    """Not even where a replacement is pending: the logits that are read predict the pending step."""
-    monkeypatch.setattr(DraftedColumnSampler, "tries", 1)
-    drafter = poor()
-    drafter.logits.masked_fill_(~drafter.valid[None, :, None, :, None], torch.nan)
-    for rows in range(0, 48, 12):
-        found = decode(DraftedColumnSampler(3), drafter=drafter, rows=range(rows, rows + 12))
-        expected = decode(DraftedColumnSampler(3), drafter=POOR, rows=range(rows, rows + 12))
-        assert torch.equal(found.tokens, expected.tokens)
-
-
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Multi-scale drafting: exact without pooling and locality, else equal to the definition written out in loops."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype.local_speculation.drafter import MultiscaleDrafter, TokenUpsampler
 from visual_spec.prototype.local_speculation.sampler import MultiscaleSampler, later_neighbours
-from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise, draw_keys
 
@@ -36,79 +34,6 @@ class TableUpsampler(nn.Module):
 def drafter(vocab_size: int, num_tokens: int, scale: float = 1.0) -> Any:
     small = TabularModel(TokenGrid(1, 2), vocab_size, seed=9)
     return SimpleNamespace(transformer=small, upsampler=TableUpsampler(vocab_size, num_tokens, scale))
-
-
-class Script:
-    """Stands in for the noise of one sample: follows a list of choices, and notes what else could have been drawn."""
-
-    def __init__(self, choices: list[int]):
-        self.choices = choices
-        self.made: list[list[float]] = []
-        self.probability = 1.0
-
-    def _choose(self, probabilities: list[float]) -> int:
-        if max(probabilities) > 1 - 1e-15:
-            return probabilities.index(max(probabilities))
-        depth = len(self.made)
-        if depth == len(self.choices):
-            self.choices.append(next(i for i, p in enumerate(probabilities) if p > 0))
-        self.made.append(probabilities)
-        self.probability *= probabilities[self.choices[depth]]
-        return self.choices[depth]
-
-    def categorical(self, law: Tensor, slots: Tensor, stream: int, round: int = 0) -> Tensor:
-        return torch.tensor([[self._choose(row) for row in law[0].exp().tolist()]])
-
-    def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int = 0) -> Tensor:
-        return torch.tensor([[bool(self._choose([1 - p, p])) for p in probability[0].tolist()]])
-
-
-def output_law(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch, size: int) -> Tensor:
-    """Probability of every outcome [size] of `run`, which returns an index, over all random choices it can make."""
-    total = torch.zeros(size, dtype=torch.float64)
-    choices: list[int] = []
-    while True:
-        script = Script(choices)
-        monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: script)  # noqa: B023
-        total[run()] += script.probability
-        # The next leaf in depth-first order: advance the last choice that has an alternative left.
-        while script.made:
-            row, last = script.made.pop(), script.choices.pop()
-            following = [i for i in range(last + 1, len(row)) if row[i] > 0]
-            if following:
-                choices = [*script.choices, following[0]]
-                break
-        else:
-            return total
-
-
-@pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
-def test_without_pool_and_locality_the_law_is_the_models(monkeypatch, guidance_scale):
-    model = TabularModel(TokenGrid(1, 3), 2, seed=3)
-    law = TokenLaw(guidance_scale=guidance_scale)
-    sampler = MultiscaleSampler(pool=1, radius=None, max_rounds=None)
-    assert sampler.lossless and not sampler.needs_codebook
-    place = torch.tensor([4, 2, 1])
-
-    def run() -> Tensor:
-        return (sampler(model, None, law=law, drafter=drafter(2, 3)).tokens[0] * place).sum()
-
-    got = output_law(run, monkeypatch, 8)
-    want = model.law_of_sequences(law, guided=law.guided)
-    assert abs(got.sum() - 1) < 1e-12
-    assert (got - want).abs().sum() / 2 < 1e-10
-
-
-def test_locality_changes_the_law(monkeypatch):
-    model = TabularModel(TokenGrid(3, 1), 2, seed=3)
-    sampler = MultiscaleSampler(pool=1, radius=1, max_rounds=None)
-    place = torch.tensor([4, 2, 1])
-
-    def run() -> Tensor:
-        return (sampler(model, None, law=TokenLaw(), drafter=drafter(2, 3)).tokens[0] * place).sum()
-
-    difference = output_law(run, monkeypatch, 8) - model.law_of_sequences(TokenLaw())
-    assert not sampler.lossless and difference.abs().sum() / 2 > 1e-3
 
 
 def by_loops(

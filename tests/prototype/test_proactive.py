@@ -165,22 +165,6 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert not torch.equal(wrong.tokens, wanted)
 
 
-@pytest.mark.slow
-def test_siblings_save_calls():
-    """Where the head is refused often; the more siblings the fewer calls."""
-    model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.4)
-    calls = []
-    for siblings, depth, rule in (
-        (1, 1, "recursive"),
-        (2, 2, "recursive"),
-        (4, 2, "recursive"),
-        (4, 2, "k-seq"),
-    ):
-        sampler = ProactiveJacobiSampler(16, siblings, depth, initial_draft="last_law", sibling_rule=rule)
-        calls.append(float(decode(sampler, model, None, batch_size=16).trace.target_calls.float().mean()))
-    assert calls[0] > 1.03 * calls[1] and calls[0] > 1.1 * calls[2] and calls[0] > 1.03 * calls[3]
-
-
 # --------------------------------------------------------------------------------------------------- statistics
 
 STATISTICAL = TabularModel(TokenGrid(1, 5), 4, dtype=torch.float32)

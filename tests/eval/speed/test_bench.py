@@ -136,21 +136,6 @@ def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():
     assert rows[0]["calls"] == 16 and rows[1]["calls"] <= 16
 
 
-def test_rounds_are_interleaved_and_every_second_one_runs_backwards(monkeypatch):
-    order = []
-    settings = settings_of(TokenLaw(), f"{MAXIMAL},window=2", f"{MAXIMAL},window=3")
-    for label, cls in (("plain", AutoregressiveSampler), ("fast", SpeculativeJacobiSampler)):
-        call = cls.__call__
-
-        def recording(self, *args, label=label, call=call, **kwargs):
-            order.append(self.config["window"] if label == "fast" else 0)
-            return call(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, "__call__", recording)
-    rounds.time_settings(tiny_pipeline(), settings, PROMPTS, batch_size=1, runs=5, warmup=1, no_cache=False)
-    assert order == [0, 2, 3] + [0, 2, 3, 3, 2, 0] * 2 + [0, 2, 3]
-
-
 def test_speed_up_pairs_the_rounds():
     plain, fast = [1.0, 4.0, 1.0, 1.0, 1.0], [0.5, 2.0, 0.25, 1.0, 0.5]
     row = timing.summarise_row(fast, [[4], [8], [4], [4], [4]], plain, 16)

@@ -17,7 +17,6 @@ from visual_spec.samplers.continuous.continuous import ContinuousSampler
 from visual_spec.samplers.continuous.denoising import Chains
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler, _Walk
-from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
 
@@ -123,23 +122,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(make, rule):
     assert found.trace.acceptance == 1.0
     assert found.trace.target_calls.tolist() == [1 + 4] * 2  # 15 slots after the first, four a call
     assert found.trace.draft_calls.tolist() == [12] * 2
-
-
-@pytest.mark.parametrize("make", [tiny_causal, tiny_mar])
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_aligned_drafts_without_tolerance_give_plain_tokens(make, num_drafts):
-    """Whatever drafts: the noise belongs to sample, place and level, and what is rolled back is drawn again alike."""
-    model, drafter = calm_one(make, head_steps=3), calm_one(make, head_kind="velocity")
-    plain = ContinuousSampler()(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
-    for sampler in (
-        SpeculativeContinuousSampler("aligned", num_drafts, tolerance=0.0),
-        SpeculativeContinuousSampler("aligned", num_drafts, tolerance=0.0, prefill=0.3),
-        ContinuousJacobiSampler(num_drafts + 1, "aligned", tolerance=0.0),
-    ):
-        parts = {"drafter": drafter} if sampler.needs_drafter else {}
-        found = sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2, **parts)
-        torch.testing.assert_close(found.tokens, plain.tokens, rtol=1e-7, atol=1e-7)
-        assert not found.trace.lossless
 
 
 @pytest.mark.parametrize("make", [tiny_causal, tiny_mar])
@@ -266,23 +248,3 @@ def test_chains_that_no_speculation_fits_are_refused():
         )
     with pytest.raises(ValueError, match="eta=None"):
         HeadSpeculativeSampler()(tiny_causal(head_kind="flow"), LABELS, law=LAW, batch_size=2)
-
-
-@pytest.mark.parametrize("kind", [ContinuousSampler, ContinuousJacobiSampler, HeadSpeculativeSampler])
-def test_tokens_that_are_not_finite_are_named(kind):
-    model = calm_one(
-        tiny_causal, order=[*range(15, -1, -1)], head_kind="velocity", head_steps=2, eta=0.5, final_noise=0.1
-    )
-    with torch.no_grad():
-        model.diffusion_pos_embed[9] = float("nan")
-    with pytest.raises(FloatingPointError, match="sample 0.*9.*6"):
-        kind()(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2)
-
-
-@pytest.mark.parametrize("rule", ["chain", "path", "aligned"])
-def test_a_drafter_that_is_not_finite_is_named(rule):
-    model, drafter = (calm_one(tiny_causal, head_steps=2, eta=0.5, final_noise=0.1) for _ in range(2))
-    with torch.no_grad():
-        drafter.diffusion_pos_embed[8] = float("nan")
-    with pytest.raises(FloatingPointError, match="place 8"):
-        SpeculativeContinuousSampler(rule, 2)(model, LABELS, law=LAW, batch_size=2, drafter=drafter)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.helpers.refusals import refuses
-from visual_spec.samplers.core.checks import CheckedLaw, check_parts, wants_graph
+from visual_spec.samplers.core.checks import CheckedLaw, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 
 SLOTS = torch.tensor([[4, 5, 6], [7, 8, 9]])  # of a grid of 9 tokens: the last column of row 1 is past it
@@ -58,21 +58,6 @@ def test_looks_at_allowed_ids_only():
     CheckedLaw(TokenLaw(allowed=(0, 4)), 9)(bad, SLOTS, False)
     with pytest.raises(FloatingPointError, match="sample 0"):
         CheckedLaw(TokenLaw(allowed=(1, 5)), 9)(bad, SLOTS, False)
-
-
-class Plain:
-    takes = ()
-
-
-class Helped:
-    takes = ("drafter", "codebook")
-
-
-def test_unknown_parts_are_named_with_what_is_taken():
-    check_parts(Plain(), {})
-    check_parts(Helped(), {"codebook": None})
-    refuses(TypeError, "Plain", check_parts, Plain(), {"drafter": 1})
-    refuses(TypeError, "Helped", check_parts, Helped(), {"draft": 1, "drafter": 2, "code": 3})
 
 
 def test_the_device_of_a_model_that_does_not_name_it_is_where_its_weights_are():

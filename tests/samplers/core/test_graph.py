@@ -161,9 +161,6 @@ def test_several_calls_a_graph_give_the_same_tokens(recordings, name):
 def test_several_calls_a_graph_have_one_window():
     auto = "graph=2 with window='auto'.*pass graph='auto'"
     refuses(ValueError, auto, SpeculativeJacobiSampler, "auto", graph=2)
-    for wrong in (0, 65):
-        allowed = f"graph={wrong}; pass an integer from 1 to 64, or True or False, or 'auto'"
-        refuses(ValueError, allowed, AutoregressiveSampler, graph=wrong)
 
 
 @pytest.mark.parametrize("name", [*SAMPLERS, *COLUMN_SAMPLERS])
@@ -433,9 +430,6 @@ def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computa
     monkeypatch.setattr(type(model), "prefill", None)
     for sampler in (AutoregressiveSampler(graph=True), SpeculativeJacobiSampler(4, graph=True)):
         refuses(ValueError, "graph=True.*CUDA.*graph='auto'", draw, sampler, model, 1)
-    for wrong in ("yes", None, 1.0):
-        refuses(ValueError, f"graph={wrong!r}; .*'auto'", AutoregressiveSampler, graph=wrong)
-        refuses(ValueError, f"graph={wrong!r}; .*'auto'", SpeculativeJacobiSampler, graph=wrong)
 
 
 def test_weights_that_come_and_go_are_not_recorded():

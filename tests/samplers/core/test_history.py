@@ -65,13 +65,6 @@ def by_hand(
     return scores
 
 
-def test_a_penalty_of_a_window_counts_the_last_tokens_alone():
-    ids = torch.tensor([[5, 6, 7]])
-    text = Text(ids, torch.ones_like(ids) > 0, ids, torch.tensor([[3]]), None, 8, 3)
-    found = RepetitionPenalty(2.0, window=2)(torch.ones(1, 1, 8), text)
-    assert found.tolist() == [[[1, 1, 1, 1, 1, 1, 0.5, 0.5]]]
-
-
 RULES = [
     RepetitionPenalty(1.7),
     RepetitionPenalty(0.6),

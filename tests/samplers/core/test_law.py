@@ -1,7 +1,6 @@
 """The law of a token, against the plain definition written out below."""
 
 import inspect
-import itertools
 import math
 import random
 from typing import get_type_hints
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.refusals import refuses
-from tests.helpers.tabular import TabularModel
 from visual_spec.families import all_pipelines
-from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import LAW_SETTINGS, LawSettings
 from visual_spec.pipelines import components
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
@@ -126,16 +123,6 @@ def test_odd_vocabularies(vocab_size):
     assert_is_law_by_hand(TokenLaw(temperature=0), logits, guided=False)
 
 
-def test_ties_share_their_fate():
-    logits = torch.tensor([[[2.0, 1.0, 3.0, 2.0, 2.0, 0.0]]], dtype=torch.float64)
-    assert (TokenLaw(top_k=2)(logits, False) > -torch.inf).tolist() == [
-        [[True, False, True, True, True, False]]
-    ]
-    level = torch.zeros(1, 1, 4, dtype=torch.float64)
-    assert (TokenLaw(top_k=1)(level, False) == -math.log(4)).all()
-    assert (TokenLaw(top_p=0.3)(level, False) == -math.log(4)).all()
-
-
 @pytest.mark.parametrize("top_k", [3, 9])
 def test_a_top_p_that_rounded_sums_do_not_reach_keeps_what_top_k_left(top_k):
     logits = torch.randn(1, 300, 17, generator=torch.Generator().manual_seed(0))
@@ -143,19 +130,6 @@ def test_a_top_p_that_rounded_sums_do_not_reach_keeps_what_top_k_left(top_k):
     for top_p in (1 - 1e-9, 1 - 1e-12):
         kept = TokenLaw(top_k=top_k, top_p=top_p)(logits, False) > -torch.inf
         assert torch.equal(kept, logits >= logits.topk(top_k).values[..., -1:])
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], dtype=torch.float64).log()
-    for top_p, kept in [(0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)]:
-        assert int((TokenLaw(top_p=top_p)(logits, False) > -torch.inf).sum()) == kept
-
-
-def test_greedy_takes_the_lowest_of_equal_ids():
-    logits = torch.tensor([[[1.0, 7.0, 7.0, 0.0], [5.0, 5.0, 5.0, 5.0]]])
-    log_probs = TokenLaw(temperature=0)(logits, False)
-    assert log_probs.argmax(-1).tolist() == [[1, 0]]
-    assert log_probs.exp().sum(-1).tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -219,21 +193,6 @@ def test_after_the_boundary_the_law_has_the_bits_of_the_conditional_one():
     assert torch.equal(late, TokenLaw(top_k=6)(logits[:2], False))
     early = TokenLaw(guidance_scale=7.5, top_k=6, guidance_until=12)(logits, True, slots)
     assert torch.equal(early, TokenLaw(guidance_scale=7.5, top_k=6)(logits, True))
-
-
-def test_guidance_until_is_one_schedule_for_every_sampler():
-    """The sequence law of a table, against the product of a guided law for early slots and a plain one for late."""
-    model = TabularModel(TokenGrid(2, 2), 3, seed=2)
-    found = model.law_of_sequences(TokenLaw(guidance_scale=2.5, guidance_until=2), guided=True)
-    early, late = TokenLaw(guidance_scale=2.5), TokenLaw()
-    for index, sequence in enumerate(itertools.product(range(3), repeat=4)):
-        expected, context = 1.0, 0
-        for slot, token in enumerate(sequence):
-            rows = model.logits[:, slot, context][:, None]  # [2, 1, V]: the condition, then no condition
-            log_probs = early(rows, True) if slot < 2 else late(rows[:1], False)
-            expected *= log_probs[0, 0, token].exp().item()
-            context = context * 3 + token
-        assert found[index].item() == pytest.approx(expected, abs=1e-15)
 
 
 def test_a_schedule_without_slots_is_refused():
@@ -310,21 +269,6 @@ def test_check_finite_names_row_and_slot(values, found):
     guided = torch.cat([torch.zeros(2, 3, 5), logits])
     refuses(FloatingPointError, "sample 1.*3.*2", check_finite, guided, slots)
     refuses(FloatingPointError, "sample 1.*1.*2", check_finite, guided.flip(0).roll(2, 0).flip(0), slots)
-
-
-def test_check_finite_finds_a_single_nan():
-    logits = torch.zeros(1, 2, 5)
-    logits[0, 1, 3] = math.nan
-    logits[0, 1, 4] = math.inf
-    refuses(FloatingPointError, "column 1.*8.*nan", check_finite, logits, torch.tensor([[7, 8]]))
-
-
-def test_check_finite_looks_at_allowed_ids_only():
-    logits, slots = torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.int64)
-    logits[..., 4] = math.nan
-    check_finite(logits, slots, allowed=(0, 4))
-    logits[..., :4] = -math.inf
-    refuses(FloatingPointError, "only -inf", check_finite, logits, slots, allowed=(0, 4))
 
 
 FEWER = {  # settings of the law that these calls take; all others take all of them

@@ -210,18 +210,6 @@ def test_values_do_not_depend_on_the_vocabulary_size():
         assert torch.equal(noise.gumbel(slots, vocab_size, TOKEN), wide[..., :vocab_size])
 
 
-def test_categorical_does_not_depend_on_batch_or_window():
-    noise, slots = make_noise(3), torch.arange(12).expand(3, -1)
-    log_probs = torch.randn(3, 12, 50, generator=seeded(0)).log_softmax(-1)
-    tokens = noise.categorical(log_probs, slots, TOKEN)
-    for row in range(3):
-        alone = CounterNoise(noise.keys[row : row + 1], "cpu")
-        for start, stop in ((0, 1), (3, 8), (11, 12)):
-            part = slice(start, stop)
-            got = alone.categorical(log_probs[row : row + 1, part], slots[row : row + 1, part], TOKEN)
-            assert torch.equal(got[0], tokens[row, part])
-
-
 def test_rounds_may_be_tensors():
     noise, slots = make_noise(2), torch.arange(6).reshape(2, 3)
     expected = torch.stack([noise.uniform(slots, DRAFT, 5)[0], noise.uniform(slots, DRAFT, 8)[1]])

@@ -305,16 +305,3 @@ def test_orders_and_steps_that_do_not_fit_are_refused(order):
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------
-
-
-def test_catches_a_call_that_reads_a_refused_draft(monkeypatch):
-    """The newest token is not fed again: its slot still holds the draft that it replaced."""
-    real = TabularAnyOrderModel.forward
-
-    def stale(self: Any, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor, **more: Any) -> Tensor:
-        fed = tokens[:, :0] if tokens.shape[1] == 1 else tokens
-        return real(self, state, fed, slots, seen=seen, **more)
-
-    plain = decode(AnyOrderSampler(GIVEN)).tokens
-    monkeypatch.setattr(TabularAnyOrderModel, "forward", stale)
-    assert not torch.equal(decode(SpeculativeAnyOrderSampler(3, GIVEN)).tokens, plain)

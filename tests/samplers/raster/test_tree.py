@@ -262,21 +262,13 @@ def test_what_the_target_itself_drafts_is_accepted_to_its_full_depth(depth, widt
         assert decode(sampler, MODEL, MODEL, law=GUIDED).trace.target_calls.tolist() == [calls] * 4
 
 
-def test_trace_counts_the_calls_of_every_sample():
+def test_the_drafter_is_called_once_for_each_level():
+    """Before each target call: one to catch up, and one for each level but the last."""
     model, drafter = counting(MODEL), counting(NEAR)
-    result = decode(TreeSampler(3, 4), model, drafter, law=GUIDED)
-    trace = result.trace
-    assert trace.target_calls.max() == len(model.calls) + 1
-    assert model.asked["window"] == 13 and drafter.asked["window"] == 8
-    # Before each target call: one to catch up, and one for each level but the last.
+    decode(TreeSampler(3, 4), model, drafter, law=GUIDED)
     assert len(drafter.calls) == 3 * len(model.calls)
+    assert model.asked["window"] == 13 and drafter.asked["window"] == 8
     assert max(int(slots.max()) for slots in model.calls + drafter.calls) < LENGTH + 8
-    assert (trace.commit_call.diff(dim=1) >= 0).all()
-    for row in range(4):
-        assert torch.bincount(trace.commit_call[row]).max() <= 4
-    assert set(trace.phase_seconds) == {"prefill", "draft", "model", "verify"}
-    assert trace.sampler == "TreeSampler" and trace.lossless
-    assert result.tokens.untyped_storage().nbytes() == 4 * LENGTH * 8
 
 
 # ---------------------------------------------------------------------------------------------- relaxed rules

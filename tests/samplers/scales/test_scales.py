@@ -14,7 +14,7 @@ from tests.helpers.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_va
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
-from visual_spec.samplers.scales.stages import Stage, code_stages, law_at_scale
+from visual_spec.samplers.scales.stages import Stage, code_stages
 from visual_spec.samplers.scales.trace import ScaleTrace
 
 
@@ -68,43 +68,6 @@ def test_through_the_real_tokenizer():
     assert (single.canvas - smooth.canvas).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("split", [None, 2])
-def test_a_sample_does_not_depend_on_its_batch(split):
-    model = tiny_var() if split is None else code_stages(tiny_var(), tiny_var(3, num_layers=1), split)
-    together = decode(model, torch.arange(5)).tokens
-    for row in range(5):
-        assert torch.equal(decode(model, torch.tensor([row])).tokens[0], together[row])
-    turned = torch.tensor([4, 2, 0, 3, 1])
-    assert torch.equal(decode(model, turned).tokens, together[turned])
-    assert len(together.unique(dim=0)) == 5
-
-
-def test_one_generator_serves_a_batch_and_goes_on():
-    model, sampler = tiny_var(), ScaleWiseSampler()
-    generator = torch.Generator().manual_seed(5)
-    first, second = (
-        sampler(model, LABELS[:2], tokenizer=TOKENIZER, law=GUIDED, generator=generator, batch_size=2).tokens
-        for _ in range(2)
-    )
-    generator = torch.Generator().manual_seed(5)
-    alone = sampler(model, LABELS[:1], tokenizer=TOKENIZER, law=GUIDED, generator=generator).tokens
-    assert not torch.equal(first, second) and torch.equal(alone[0], first[0])
-
-
-def test_guidance_ramps_as_published():
-    """Official: t = cfg * k / (K - 1), (1 + t) conditional - t unconditional."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 4, 12, generator=generator, dtype=torch.float64)
-    for k in range(10):
-        t = 1.5 * k / 9
-        law = law_at_scale(TokenLaw(guidance_scale=2.5), k / 9)
-        want = ((1 + t) * logits[:3] - t * logits[3:]).log_softmax(-1)
-        assert law.guided == (k > 0)
-        assert (law(logits if law.guided else logits[:3], law.guided) - want).abs().max() < 1e-12
-    unguided = TokenLaw(guidance_scale=0.5)
-    assert law_at_scale(unguided, 0.5) is unguided
-
-
 def test_smooth_tokens_are_mixtures_of_codes():
     model, rows = tiny_var(), torch.arange(3)
     result = decode(model, rows, smooth=True)
@@ -133,13 +96,6 @@ def test_smooth_tokens_are_mixtures_of_codes():
     for k, part in enumerate(result.tokens.split([n * n for n in SIDES], 1)):
         hard = TOKENIZER.accumulate(hard, k, part)
     assert (result.canvas - hard).abs().max() > 0.01
-
-
-def test_smooth_samples_do_not_depend_on_their_batch():
-    together = decode(tiny_var(), torch.arange(5), smooth=True)
-    alone = decode(tiny_var(), torch.tensor([3]), smooth=True)
-    assert torch.equal(alone.tokens[0], together.tokens[3])
-    assert (alone.canvas[0] - together.canvas[3]).abs().max() < 1e-9
 
 
 def test_callback_sees_every_scale_with_its_canvas():
