@@ -128,16 +128,6 @@ def test_a_masked_model_is_compared_with_the_model_of_columns_beside_it(tmp_path
     assert files[0] == files[1]
 
 
-def test_nothing_is_overwritten_unasked(tmp_path, capsys, monkeypatch):
-    (tmp_path / "000-a-slow-organ-seed0.wav").write_bytes(b"mine")
-    with monkeypatch.context() as patch:  # refused before the model is loaded
-        patch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
-        assert play(tmp_path, PROMPT) == 2
-    assert "000-a-slow-organ-seed0.wav exists" in capsys.readouterr().err
-    assert play(tmp_path, PROMPT, "--overwrite") == 0
-    assert len(samples(tmp_path / "000-a-slow-organ-seed0.wav")) == 80
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -249,13 +249,6 @@ def kolmogorov(one: Tensor, other: Tensor) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-def kolmogorov_normal(numbers: Tensor) -> float:
-    """The distance of an empirical distribution function from that of the standard normal law."""
-    exact = torch.special.ndtr(numbers.sort().values)
-    steps = torch.arange(len(numbers) + 1, dtype=torch.float64) / len(numbers)
-    return float(torch.maximum((exact - steps[:-1]).abs(), (exact - steps[1:]).abs()).max())
-
-
 def critical(count: int, other: int | None = None, chance: float = 1e-3) -> float:
     """The distance that two samples of one law, or a sample and its law, exceed with this probability."""
     size = count if other is None else count * other / (count + other)

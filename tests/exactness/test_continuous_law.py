@@ -15,15 +15,12 @@ from tests.exactness.mixtures import (
     MaskedMixtureModel,
     Mixture,
     MixtureModel,
-    critical,
     far_apart,
-    kolmogorov_normal,
     straight_chain,
     straight_sequences,
 )
 from visual_spec.samplers.continuous.as_released import _scaled_distance
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
-from visual_spec.samplers.continuous.denoising import Chains
 from visual_spec.samplers.continuous.drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous.head import HeadSpeculativeSampler
 from visual_spec.samplers.continuous.jacobi import ContinuousJacobiSampler
@@ -260,33 +257,6 @@ def test_a_causal_pair_hangs_together_whoever_drafts():
 
 
 # -- the last kernel --------------------------------------------------------------------------------------------------
-
-
-def last_kernel(monkeypatch: Any, sampler: Any, target: Any, draft: Any, count: int) -> float:
-    """How far the last innovation of slot 1, (token - mean) / width given the target's last point, is from normal."""
-    seen = []
-    kernel = Chains.kernel
-
-    def watched(self: Chains, x: Tensor, level: int) -> Any:
-        found = kernel(self, x, level)
-        if level == 0 and self.model is target and x.shape[-2] == 2:
-            seen.append(found)
-        return found
-
-    monkeypatch.setattr(Chains, "kernel", watched)
-    tokens = drawn(sampler, target, count, drafter=draft).tokens
-    (mean, sigma), *_ = seen
-    innovation = ((tokens[:, 1] - mean[:, 0]) / sigma[:, 0])[:, 0]
-    return kolmogorov_normal(innovation) / critical(count)
-
-
-@pytest.mark.parametrize("rule", ["chain", "cspd", "cspd-release"])
-def test_the_last_innovation_is_normal_under_the_exact_rule_alone(rule, monkeypatch):
-    # The width of the published chain there.
-    settings: dict[str, Any] = dict(head_steps=40, final_noise=0.0063)
-    sampler = SpeculativeContinuousSampler(rule, 1, order="raster", **settings)
-    far = last_kernel(monkeypatch, sampler, *two_way_pair(), count=15_000)
-    assert far < 1 if rule == "chain" else far > 1
 
 
 # -- how much is kept -------------------------------------------------------------------------------------------------

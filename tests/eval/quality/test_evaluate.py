@@ -321,14 +321,6 @@ def test_a_folder_holds_one_setting_one_model_and_one_list_of_prompts(pictures, 
         evaluate(tiny_pipeline(), settings, other, pictures[0], samples=6, batch_size=3)
 
 
-def test_a_lossy_sampler_is_called_so(tmp_path, monkeypatch):
-    from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
-
-    monkeypatch.setattr(SpeculativeJacobiSampler, "keeps", "lossy")
-    document = evaluated("tokens", tmp_path, rows=TOKENS[::2], samples=4)
-    assert [row["kind"] for row in document["rows"]] == ["plain", "lossy"]
-
-
 def test_smooth_pictures_differ_from_those_of_their_ids(tmp_path):
     smooth = f"{SCALES},smooth=true"
     document = evaluated("scales", tmp_path, rows=[SCALES, smooth], samples=4)

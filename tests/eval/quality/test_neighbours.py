@@ -49,15 +49,6 @@ def test_precision_and_recall_against_loops(neighbours, rows, monkeypatch):
     assert more["coverage"]["hits"] == sum(map(any, around_real))
 
 
-def test_equal_sets_are_precise_and_recalled_and_distant_ones_not():
-    real = sample(30, 4, 40)
-    found = precision_recall(real, real)
-    assert found["precision"]["value"] == found["recall"]["value"] == 1
-    found = precision_recall(real, real + 100)
-    assert found["precision"]["value"] == found["recall"]["value"] == 0
-    assert density_coverage(real, real + 100)["density"]["value"] == 0
-
-
 def exact(real, drawn, neighbours):
     """The same by whole matrices of double precision."""
 

@@ -20,14 +20,13 @@ from visual_spec.data import motion, shapes
 from visual_spec.eval import draws, machine, measure, timing
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import plain_loops, rounds
+from visual_spec.eval.speed import rounds
 from visual_spec.eval.speed.call_cost import cost_of
 from visual_spec.eval.speed.plain_loops import NO_CACHE, STRAIGHT
 from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import by_name
 
@@ -142,17 +141,6 @@ def test_speed_up_pairs_the_rounds():
     assert row["speed_up"] == pytest.approx({"p20": 1.8, "p50": 2.0, "p80": 2.4})
     assert row["ms_per_call"] == pytest.approx(125.0)  # of 125, 250, 62.5, 250, 125
     assert row["tokens_per_call"] == pytest.approx(80 / 24)
-
-
-def test_decoding_without_a_cache_gives_the_plain_tokens():
-    pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
-    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    tokens = plain_loops.decode_without_cache(
-        pipe.transformer, pipe.make_condition(PROMPTS[:2]), law=law, generator=generators, batch_size=2
-    )
-    assert tokens.shape == (2, 16)
-    for index in range(2):
-        assert tokens[index].equal(decode_alone(AutoregressiveSampler(), PROMPTS[index], 5 + index, law)[0])
 
 
 # -- the curve --------------------------------------------------------------------------------------------------------
