@@ -1,6 +1,6 @@
 """Drafts of a second source or of earlier frames: lossless by enumeration, the plain tokens, and wrong labels."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -284,6 +284,28 @@ def test_copies_of_steady_drafts_and_who_leads_are_those_of_the_definition(frame
             assert led[row] == lead
             won += lead != 0
     assert won
+
+
+@pytest.mark.parametrize("lead", (True, False))
+def test_steady_drafts_give_way_where_copies_lead(lead, monkeypatch):
+    """The count decides, and no token depends on it."""
+
+    def decode(sampler: Any) -> Any:
+        return sampler(MODEL, None, law=TokenLaw(), generator=seeded(3))
+
+    changed, real = 0, cast(Any, repaired)
+
+    def watched(*given: Any) -> Any:
+        nonlocal changed
+        fed, steady, ahead = given[3], given[8], given[9]
+        found: Any = real(*given[:9], torch.full_like(ahead, 9 if lead else -9))
+        changed += int(((found[0] != fed) & steady).sum())
+        return found
+
+    monkeypatch.setattr(jacobi_identical, "repaired", watched)
+    drawn = decode(SpeculativeJacobiSampler(16, graph=False))
+    assert torch.equal(drawn.tokens, decode(AutoregressiveSampler()).tokens)
+    assert (changed > 0) == lead
 
 
 def test_a_count_of_copies_that_were_right_decides_in_each_picture(monkeypatch):

@@ -30,6 +30,23 @@ def drawn(here: Window, stream: int = 0, round: int = 0) -> tuple[torch.Tensor, 
     return tokens, finite
 
 
+@pytest.mark.fast_sets(3)
+@pytest.mark.parametrize("name", LAWS)
+def test_draws_what_the_samplers_draw(name):
+    here = window(LAWS[name], 2, 2, 130)
+    tokens, finite = drawn(here, 2, 7)
+    assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, 2, 7))
+    assert finite.all()
+
+
+@pytest.mark.slow
+def test_larger_vocabularies_and_full_tiles(monkeypatch):
+    monkeypatch.setattr(module, "TILE", 256)
+    for dtype, law in [(torch.bfloat16, LAWS["both"]), (torch.float16, TokenLaw(top_k=100))]:
+        drawn(window(law, 1, 2, 1000, dtype=dtype))
+    drawn(window(LAWS["top_p"], 1, 1, 512, scale=0.5))
+
+
 def test_a_key_alone_decides_a_sample():
     here = window(LAWS["plain"], 3, 2, 130)
     tokens, _ = drawn(here)

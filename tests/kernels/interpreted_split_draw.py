@@ -14,6 +14,8 @@ from visual_spec.kernels import draw as whole
 from visual_spec.kernels import law as law_module
 from visual_spec.kernels import split_draw as module
 from visual_spec.kernels.draw import draw_reference, whole_draw_triton
+from visual_spec.kernels.law import largest_reference
+from visual_spec.kernels.philox import philox_log_exponential
 from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import state
@@ -55,11 +57,64 @@ def tokens_of(here: Window, run: Any = split_draw_triton) -> Tensor:
     return run(*arguments(here))[0]
 
 
+def in_double_precision(here: Window) -> tuple[Tensor, Tensor]:
+    """Tokens and margins [B, W] of a law with filters, slot by slot from sorted lists, in float64."""
+    count, law = here.logits.shape[-1], here.law
+    times = philox_log_exponential(here.keys, here.slots, count, STREAM, ROUND, torch.float64)
+    tokens, margins = torch.zeros_like(here.slots), torch.zeros(here.slots.shape, dtype=torch.float64)
+    for b, w in torch.cartesian_prod(*map(torch.arange, here.slots.shape)).tolist():
+        scores = here.logits[b, w].double()
+        if law.guided and int(here.slots[b, w]) < here.numbers.guidance_until:
+            other = here.logits[b + len(here.slots), w].double()
+            open_ids = (scores > -torch.inf) & (other > -torch.inf)
+            scores = torch.where(open_ids, other + law.guidance_scale * (scores - other), -torch.inf)
+        values = (scores / law.temperature).tolist()
+        order = sorted(values, reverse=True)
+        kept = [value for value in values if value > -torch.inf]
+        if law.top_k:
+            kept = [value for value in kept if sum(more > value for more in order) < law.top_k]
+        if law.top_p < 1:
+            weights = {value: torch.tensor(value - order[0]).double().exp().item() for value in kept}
+            mass = sum(weights[value] for value in kept)
+            kept = [
+                value
+                for value in kept
+                if sum(weights[more] for more in kept if more > value) < law.top_p * mass
+            ]
+        race = sorted(
+            (times[b, w, token].item() - value, token) for token, value in enumerate(values) if value in kept
+        )
+        tokens[b, w] = race[0][1]
+        margins[b, w] = race[1][0] - race[0][0] if len(race) > 1 else torch.inf
+    return tokens, margins
+
+
 @pytest.mark.fast_sets(3)
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_what_one_kernel_draws(name):
     here = window(LAWS[name], 2, 1, 100)
     assert torch.equal(drawn(here), here.noise.categorical(here.target, here.slots, STREAM, ROUND))
+
+
+@pytest.mark.fast_sets(2)
+@pytest.mark.parametrize(
+    "law",
+    [
+        TokenLaw(top_k=9),
+        TokenLaw(top_p=0.6, temperature=0.5),
+        TokenLaw(guidance_scale=3.0, top_k=30, top_p=0.5),
+        TokenLaw(guidance_scale=2.0, guidance_until=50, top_k=3),
+        TokenLaw(guidance_scale=1.5, temperature=2.0),
+    ],
+    ids=str,
+)
+def test_draws_the_law_of_double_precision(law):
+    here = window(law, 2, 2, 100, seed=11)
+    tokens, margins = in_double_precision(here)
+    found, finite, margin = split_draw_triton(*arguments(here), margins=True)
+    assert torch.equal(found, tokens) and finite.all()
+    largest = largest_reference(here.logits, law.guidance_scale != 1, law.guidance_scale)
+    torch.testing.assert_close(margin.double() * largest, margins, rtol=0, atol=2e-5)
 
 
 @pytest.mark.fast_sets(1)
@@ -110,6 +165,8 @@ def test_draws_that_are_refused_again_and_again(monkeypatch):
         here = window(law, 1, 3, 100, scale=0.5, seed=5)
         drawn(here)
         assert len(asked) > 3 * 3  # of three slots
+        tokens, _ = in_double_precision(here)
+        assert torch.equal(tokens, tokens_of(here))
 
 
 @triton.jit
