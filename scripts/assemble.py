@@ -123,7 +123,7 @@ RECIPES = {
     "shapes_control": Recipe(
         "ImagePipeline",
         "speculative-jacobi",
-        {"default_guidance_scale": 4.0, "default_temperature": 0.6},
+        {"default_guidance_scale": 3.0, "default_temperature": 0.6},
         OF_SHAPES,
     ),
     "shapes_distilled": Recipe(

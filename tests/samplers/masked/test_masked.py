@@ -226,7 +226,7 @@ def test_rescoring_ranks_by_both_models():
 
     def decode(share: float, **options: Any) -> Tensor:
         sampler = of_settings(MaskedSampler, STEPS, **MAGNET, rescorer_share=share)
-        result = sampler(model, text(), law=LAW, generator=seeded(1, 2, 3), batch_size=3, **options)
+        result: Any = sampler(model, text(), law=LAW, generator=seeded(1, 2, 3), batch_size=3, **options)
         assert result.trace.rescorer_calls == (7 if options else 0)
         return result.tokens
 
