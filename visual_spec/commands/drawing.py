@@ -99,10 +99,9 @@ def generate(args: argparse.Namespace) -> int:
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
         other = pipe.facts.shorter_sampler or f"{SLOWER}, or a --masked model"
         alone = all(entry.name == pipe.plain_sampler for entry in fitting(pipe.calls))
-        raise ValueError(
-            f"{args.model} decodes plainly by default, and --compare would compare that with itself; "
-            + ("no other sampler fits it, so leave --compare out." if alone else f"name --sampler {other}.")
-        )
+        advice = "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {other}"
+        same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
+        raise ValueError(f"{same}; {advice}.")
     settings |= _lengths(args)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             ("quiet", logging.ERROR, "no progress and no warnings"),
             ("verbose", logging.DEBUG, "say more: what was loaded, what each batch cost"),
         ):
-            stored = dict(dest="log_level", action="store_const", default=argparse.SUPPRESS)
+            stored: dict[str, Any] = dict(dest="log_level", action="store_const", default=argparse.SUPPRESS)
             level.add_argument(f"--{flag}", const=value, help=what, **stored)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

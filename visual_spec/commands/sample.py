@@ -98,8 +98,8 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
         raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
     prompts = prompts or PromptSet(("",))
     count = len(prompts) if args.num is None else args.num
-    more = dict(negative_prompt=args.negative_prompt, logprobs=args.logprobs)
-    return SampleSet(pipe, setting, prompts, args.out, count, args.batch_size, args.model, **more)
+    given = (pipe, setting, prompts, args.out, count, args.batch_size, args.model)
+    return SampleSet(*given, negative_prompt=args.negative_prompt, logprobs=args.logprobs)
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any] | None:
