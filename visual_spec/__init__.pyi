@@ -31,6 +31,7 @@ from visual_spec.prototype.acdit.sampler import BlockDiffusionSampler as BlockDi
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler as BlockDraftSampler
 from visual_spec.prototype.drafted_columns.sampler import DraftedColumnSampler as DraftedColumnSampler
 from visual_spec.prototype.flowar.sampler import FlowScaleSampler as FlowScaleSampler
+from visual_spec.prototype.freedave import FreeDaveSampler as FreeDaveSampler
 from visual_spec.prototype.local_speculation.sampler import MultiscaleSampler as MultiscaleSampler
 from visual_spec.prototype.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
 from visual_spec.prototype.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler

@@ -125,7 +125,8 @@ def test_without_a_length_phones_are_as_long_as_in_the_prompt(pipe):
 
 
 def test_it_is_not_streamed(pipe):
-    refuses(TypeError, "MaskgctPipeline", next, pipe.stream(PHONE_IDS, BEFORE, **given_prompt()))
+    with pytest.raises(TypeError, match="MaskgctPipeline"):
+        next(pipe.stream(PHONE_IDS, BEFORE, **given_prompt()))
 
 
 def test_an_interrupted_call_says_nothing(pipe):
