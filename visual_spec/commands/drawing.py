@@ -117,9 +117,7 @@ def generate(args: argparse.Namespace) -> int:
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | ({} if refiner is None else {"refiner": refiner}),
         **settings,
-        **{
-            name: str(value) if name in _PICTURES else value for name, value in _chosen(args, _INPUTS).items()
-        },
+        **{name: str(one) if name in _PICTURES else one for name, one in _chosen(args, _INPUTS).items()},
     }
     run = _Generation(args, medium, pipe, jobs, files, settings | inputs, document)
     from visual_spec.pipelines.loading import refined
