@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visual_spec.eval.intervals import Figure
 from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
 from visual_spec.eval.quality.published import check_features
+from visual_spec.pipelines.audio_files import resample
 
 _MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
 KAD_SCALE = 100.0  # as the distance is published
@@ -60,3 +62,8 @@ def median_distance(reference: Tensor) -> float:
             f"bandwidth {distance}; one above 0 is needed: pass a reference whose embeddings differ"
         )
     return distance
+
+
+def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
+    """A clip [samples] at another rate."""
+    return resample(clip, rate, wanted).numpy()

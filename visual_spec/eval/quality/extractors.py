@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from visual_spec.data import motion_parser, shapes_classes, shapes_parser, things_parser, tunes, tunes_parser
 from visual_spec.data.captions import CaptionError
 from visual_spec.eval.quality.accuracy import ATTRIBUTES
+from visual_spec.eval.quality.audio import resampled
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
@@ -38,7 +39,6 @@ from visual_spec.eval.quality.vggish import EMBEDDING_SIZE, SAMPLE_RATE, load_vg
 from visual_spec.files.extras import extra
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.core.saved import check_finite
-from visual_spec.pipelines.audio_files import resample
 
 _CLAP_RATE = 48_000  # Hz
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
@@ -279,7 +279,7 @@ def vggish_features(setup: Setup) -> Extractor:
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         clips = []
         for place, (clip, rate) in enumerate(samples.clips(first, end), first):
-            seconds = spectrograms(resample(clip, rate, SAMPLE_RATE))
+            seconds = spectrograms(torch.from_numpy(resampled(clip, rate, SAMPLE_RATE)))
             if not len(seconds):
                 raise ValueError(
                     f"{samples.path / samples.files[place]} has {len(clip) / rate:.2f} s; fad needs 1 s or more"
@@ -316,7 +316,7 @@ def clap_features(setup: Setup) -> Extractor:
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         rows = []
         for place, (clip, rate) in enumerate(samples.clips(first, end), first):
-            wave = resample(clip, rate, _CLAP_RATE).numpy()
+            wave = resampled(clip, rate, _CLAP_RATE)
             start = int(np.random.default_rng((place, 0)).integers(max(0, len(wave) - longest) + 1))
             cut = [wave[start : start + longest]]
             inputs = extractor(cut, sampling_rate=_CLAP_RATE, return_tensors="pt").to(setup.device)
@@ -395,7 +395,7 @@ def tag_features(setup: Setup) -> Extractor:
 
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         ((clip, rate),) = samples.clips(first, end)
-        wave = resample(clip, rate, extractor.sampling_rate).numpy()
+        wave = resampled(clip, rate, extractor.sampling_rate)
         inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         return {"features": model(**inputs.to(setup.device)).logits.float().log_softmax(-1).cpu()}
 
