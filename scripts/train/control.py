@@ -45,7 +45,8 @@ class ControlTraining:
     """Settings of a run.
 
     `control_dropout` is the share of pictures without the control that keep their captions. Of tokens on the
-    outline `outline_weight` is the weight, of those where an object begins `start_weight`. `reading_steps`,
+    outline `outline_weight` is the weight, of those where an object begins `start_weight`. A share of `moved_controls`
+    of the outlines is not quite where the object is, as one that is drawn by hand (`moved`). `reading_steps`,
     `reading_batch` and `reading_rate` are of the steps before all others, in which the part that reads the control
     learns to.
     """
@@ -64,6 +65,7 @@ class ControlTraining:
     outline_weight: float = 8.0
     start_weight: float = 30.0
     control_dropout: float = 0.1
+    moved_controls: float = 0.0
     reading_steps: int = 2500
     reading_batch: int = 32
     reading_rate: float = 1.5e-3
@@ -105,6 +107,16 @@ def controls_of(scenes: list[Scene]) -> Tensor:
     """Return the control pictures of scenes, `[B, 3, 128, 128]` in [-1, 1]: their outlines, white on black."""
     lines = torch.from_numpy(np.stack([outline(scene) for scene in scenes]))
     return (2.0 * lines - 1.0)[:, None].expand(-1, 3, -1, -1)
+
+
+def moved(controls: Tensor, rng: np.random.Generator, share: float) -> Tensor:
+    """Return the controls, a share of them up to two pixels away, and half of these two pixels wide."""
+    found = controls.clone()
+    for row in np.flatnonzero(rng.random(len(controls)) < share):
+        if rng.random() < 0.5:
+            found[row] = F.max_pool2d(F.pad(found[row], (1, 0, 1, 0), value=-1.0), 2, 1)
+        found[row] = found[row].roll(tuple(rng.integers(-2, 3, 2).tolist()), (1, 2))
+    return found
 
 
 def losses_of(
@@ -161,6 +173,8 @@ def train_control(
         controls = controls_of([scenes[i] for i in chosen])
         uncontrolled = torch.from_numpy(rng.random(count) < settings.control_dropout)
         weights = weights_of(controls, settings)
+        if settings.moved_controls:
+            controls = moved(controls, rng, settings.moved_controls)
         return words[chosen], controls, tokens[chosen].long(), dropped, hidden, uncontrolled, weights
 
     def judged() -> dict[str, float]:

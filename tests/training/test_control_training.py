@@ -16,6 +16,7 @@ from scripts.train.control import (
     controls_of,
     learn_to_read,
     losses_of,
+    moved,
     start_from_raster,
     train_control,
     weights_of,
@@ -76,6 +77,17 @@ def test_controls_are_outlines_in_the_range_of_control_pictures():
     assert controls.shape == (3, 3, 128, 128) and controls.dtype == torch.float32
     for scene, picture in zip(scenes, controls, strict=True):
         assert np.array_equal(picture.numpy(), np.repeat(np.where(outline(scene), 1, -1)[None], 3, 0))
+
+
+def test_moved_outlines_are_near_their_place():
+    """Every pixel is near one of the true outline, half of the lines are two pixels wide; a share of 0 moves none."""
+    controls = controls_of(dataset_scenes(8, 1))
+    assert torch.equal(moved(controls, np.random.default_rng(0), 0.0), controls)
+    found = moved(controls, np.random.default_rng(0), 1.0)
+    near = torch.nn.functional.max_pool2d(controls, 7, 1, 3)
+    assert (near[found > 0] > 0).all() and (found != controls).flatten(1).any(1).sum() >= 6
+    counts = (found > 0).flatten(1).sum(1) / (controls > 0).flatten(1).sum(1)
+    assert (counts == 1).any() and (counts > 1.5).any()
 
 
 def test_it_starts_from_the_law_of_the_raster_model(readers):
