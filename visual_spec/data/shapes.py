@@ -19,13 +19,23 @@ IMAGE_SIZE = 128
 CELL = 8  # pixels of one token; all centres are multiples of it
 
 OBJECT_COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (215, 45, 45), "orange": (245, 140, 30), "yellow": (250, 215, 50), "green": (50, 155, 70),
-    "blue": (40, 90, 205), "purple": (135, 60, 165), "white": (250, 250, 250), "black": (35, 35, 40),
-}  # fmt: skip
+    "red": (215, 45, 45),
+    "orange": (245, 140, 30),
+    "yellow": (250, 215, 50),
+    "green": (50, 155, 70),
+    "blue": (40, 90, 205),
+    "purple": (135, 60, 165),
+    "white": (250, 250, 250),
+    "black": (35, 35, 40),
+}
 BACKGROUND_COLOURS: dict[str, tuple[int, int, int]] = {
-    "grey": (160, 160, 165), "sand": (225, 205, 165), "mint": (175, 222, 195), "sky": (165, 205, 238),
-    "pink": (242, 190, 202), "lavender": (202, 190, 232),
-}  # fmt: skip
+    "grey": (160, 160, 165),
+    "sand": (225, 205, 165),
+    "mint": (175, 222, 195),
+    "sky": (165, 205, 238),
+    "pink": (242, 190, 202),
+    "lavender": (202, 190, 232),
+}
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross")
 SIZES: dict[str, int] = {"small": 14, "large": 26}  # radius in pixels
 TEXTURES = ("plain", "gradient", "striped", "dotted", "checked")

@@ -29,9 +29,17 @@ from visual_spec.data.shapes import (
 from visual_spec.data.shapes_finder import FoundObject, PictureFacts, parse_picture
 
 __all__ = [
-    "FoundObject", "PictureFacts", "WantedFacts", "WantedObject", "all_correct", "parse_caption", "parse_picture",
-    "prompt_accuracy", "score", "score_facts",
-]  # fmt: skip
+    "FoundObject",
+    "PictureFacts",
+    "WantedFacts",
+    "WantedObject",
+    "all_correct",
+    "parse_caption",
+    "parse_picture",
+    "prompt_accuracy",
+    "score",
+    "score_facts",
+]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,14 @@ from visual_spec.data.shapes_parser import all_correct, prompt_accuracy
 from visual_spec.data.things import GROUNDS, NOUNS, RELATIONS, SPRITE, Thing, ThingsScene, render, sprites
 
 __all__ = [
-    "ThingsFacts", "WantedThings", "all_correct", "parse_caption", "parse_picture", "prompt_accuracy", "score",
-]  # fmt: skip
+    "ThingsFacts",
+    "WantedThings",
+    "all_correct",
+    "parse_caption",
+    "parse_picture",
+    "prompt_accuracy",
+    "score",
+]
 
 # A drawing is there if what it leaves unexplained is at most this share of what the bare ground leaves.
 _MATCH = 0.5

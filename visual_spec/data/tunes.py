@@ -23,11 +23,20 @@ NUM_FRAMES = 200
 NUM_SAMPLES = NUM_FRAMES * FRAME
 
 INSTRUMENTS = ("organ", "flute", "violin", "trumpet", "guitar", "marimba", "bell", "synth")
-# Semitones above C.
-TONICS: dict[str, int] = {
-    "C": 0, "C sharp": 1, "D": 2, "E flat": 3, "E": 4, "F": 5, "F sharp": 6, "G": 7, "A flat": 8, "A": 9, "B flat": 10,
+TONICS: dict[str, int] = {  # semitones above C
+    "C": 0,
+    "C sharp": 1,
+    "D": 2,
+    "E flat": 3,
+    "E": 4,
+    "F": 5,
+    "F sharp": 6,
+    "G": 7,
+    "A flat": 8,
+    "A": 9,
+    "B flat": 10,
     "B": 11,
-}  # fmt: skip
+}
 MODES: dict[str, tuple[int, ...]] = {  # semitones above the tonic
     "major": (0, 2, 4, 5, 7, 9, 11),
     "minor": (0, 2, 3, 5, 7, 8, 10),
@@ -47,9 +56,14 @@ RHYTHMS: dict[str, tuple[int, ...]] = {  # sixteenth notes of each note of a bar
 BACKINGS = ("solo", "drone", "bass")
 
 VOCABULARY: dict[str, tuple[str, ...]] = {
-    "instrument": INSTRUMENTS, "tonic": tuple(TONICS), "mode": tuple(MODES), "tempo": tuple(TEMPI),
-    "contour": CONTOURS, "rhythm": tuple(RHYTHMS), "backing": BACKINGS,
-}  # fmt: skip
+    "instrument": INSTRUMENTS,
+    "tonic": tuple(TONICS),
+    "mode": tuple(MODES),
+    "tempo": tuple(TEMPI),
+    "contour": CONTOURS,
+    "rhythm": tuple(RHYTHMS),
+    "backing": BACKINGS,
+}
 ATTRIBUTES = tuple(VOCABULARY)
 
 BAR = 8  # sixteenth notes

@@ -15,9 +15,14 @@ INK, MUTED, GOOD, LOSSY = "#1c1e24", "#686a72", "#187642", "#b4430f"
 WHITE, LINE, BAND = "#ffffff", "#b9b5aa", "#f0eee8"
 # What these colours are called in the style of a page, which has them light and dark.
 _PAGE_COLOURS = {
-    INK: "--ink", MUTED: "--muted", GOOD: "--good", LOSSY: "--lossy", WHITE: "--card", LINE: "--axis",
+    INK: "--ink",
+    MUTED: "--muted",
+    GOOD: "--good",
+    LOSSY: "--lossy",
+    WHITE: "--card",
+    LINE: "--axis",
     BAND: "--band",
-}  # fmt: skip
+}
 
 _UNDATED: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 

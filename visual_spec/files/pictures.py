@@ -29,7 +29,22 @@ _TURNS = {  # by the orientation of EXIF
     8: Image.Transpose.ROTATE_90,
 }
 MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585
-_MODES = tuple("1 L P LA PA La RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB".split())  # of 8 bits
+_MODES = (
+    "1",
+    "L",
+    "P",
+    "LA",
+    "PA",
+    "La",
+    "RGB",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+)  # of 8 bits
 _SLACK = 1e-3  # of floats outside of [0, 1]: roundings of a resizing, which are cut off
 
 

@@ -11,8 +11,12 @@ from visual_spec.models.masked.maskgct_checkpoint import kind_of
 from visual_spec.pipelines.maskgct import MaskgctPipeline, load_parts, published_samplers
 
 _NEEDED = (
-    "semantic network", "first acoustic network", "acoustic network", "acoustic encoder", "acoustic decoder",
-)  # fmt: skip
+    "semantic network",
+    "first acoustic network",
+    "acoustic network",
+    "acoustic encoder",
+    "acoustic decoder",
+)
 
 
 def is_of_maskgct(source: Path | Checkpoint) -> bool:

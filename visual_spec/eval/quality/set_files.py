@@ -26,19 +26,38 @@ MANIFEST, TIMES, RUN, SCORES = "manifest.jsonl", "seconds.jsonl", "run.json", "s
 _ENDINGS = tuple(ending for endings in MEDIA.values() for ending in endings)
 _AGAIN = "; run sample again"
 _LINE = {
-    "index": COUNT, "prompt": TEXT, "seed": COUNT, "sampler": TEXT, "law": OBJECT, "calls": POSITIVE,
-    "promise": TEXT, "own_promise": TEXT, "law_settings": OBJECT, "moved_mass": NUMBER, "divergence": NUMBER,
-    "head_calls": COUNT, "bytes": COUNT, "crc32": COUNT,
-}  # fmt: skip
+    "index": COUNT,
+    "prompt": TEXT,
+    "seed": COUNT,
+    "sampler": TEXT,
+    "law": OBJECT,
+    "calls": POSITIVE,
+    "promise": TEXT,
+    "own_promise": TEXT,
+    "law_settings": OBJECT,
+    "moved_mass": NUMBER,
+    "divergence": NUMBER,
+    "head_calls": COUNT,
+    "bytes": COUNT,
+    "crc32": COUNT,
+}
 _PAIRED = ("index", "prompt", "seed", "bytes", "crc32")  # what two sets are compared by
 _DRAWN = ("sampler", "calls")  # what visual-spec sample writes too
 _TIME = {"first": COUNT, "samples": POSITIVE, "seconds": SECONDS}
 # What else is known of a batch, where it is; see `visual_spec.eval.draws.draw`.
 BATCH_FACTS = {
-    "seconds": SECONDS, "processor_seconds": SECONDS, "length": POSITIVE, "promises": FLAG, "divergence": NUMBER,
-    "lossless": FLAG, "cache_held": COUNT, "cache_peak": COUNT, "peak_memory": COUNT, "rollouts_bytes": COUNT,
+    "seconds": SECONDS,
+    "processor_seconds": SECONDS,
+    "length": POSITIVE,
+    "promises": FLAG,
+    "divergence": NUMBER,
+    "lossless": FLAG,
+    "cache_held": COUNT,
+    "cache_peak": COUNT,
+    "peak_memory": COUNT,
+    "rollouts_bytes": COUNT,
     "rollouts_crc32": COUNT,
-}  # fmt: skip
+}
 _FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
 
 

@@ -26,8 +26,15 @@ _KEY_COLUMNS = 2
 _WIDE = 8  # speed-ups that differ by more than this factor are drawn on a logarithmic axis
 # Where a number may stand, from its point; not straight above or below, where the bar is.
 _PLACES = (
-    (0.9, 0.9), (-0.9, 0.9), (0.9, -0.9), (-0.9, -0.9), (0.4, 1.2), (0.4, -1.2), (-0.4, 1.2), (-0.4, -1.2),
-)  # fmt: skip
+    (0.9, 0.9),
+    (-0.9, 0.9),
+    (0.9, -0.9),
+    (-0.9, -0.9),
+    (0.4, 1.2),
+    (0.4, -1.2),
+    (-0.4, 1.2),
+    (-0.4, -1.2),
+)
 
 
 @dataclass(frozen=True)

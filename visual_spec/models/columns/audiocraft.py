@@ -54,14 +54,23 @@ _READERS = {
 }
 # Settings of all of them.
 _COMMON: dict[str, tuple[Any, ...]] = {
-    "transformer_lm.norm_first": (True,), "transformer_lm.activation": ("gelu",),
-    "transformer_lm.norm": ("layer_norm",), "transformer_lm.positional_embedding": ("sin",),
-    "transformer_lm.positional_scale": (1, None), "transformer_lm.max_period": (10_000, None),
-    "transformer_lm.past_context": (None,), "transformer_lm.kv_repeat": (1,), "transformer_lm.layer_scale": (None,),
-    "transformer_lm.qk_layer_norm": (False, None), "transformer_lm.qk_layer_norm_cross": (False, None),
-    "fuser.cross": (["description"],), "fuser.sum": ([], None), "fuser.prepend": ([], None),
-    "fuser.input_interpolate": ([], None), "fuser.cross_attention_pos_emb": (False, None),
-}  # fmt: skip
+    "transformer_lm.norm_first": (True,),
+    "transformer_lm.activation": ("gelu",),
+    "transformer_lm.norm": ("layer_norm",),
+    "transformer_lm.positional_embedding": ("sin",),
+    "transformer_lm.positional_scale": (1, None),
+    "transformer_lm.max_period": (10_000, None),
+    "transformer_lm.past_context": (None,),
+    "transformer_lm.kv_repeat": (1,),
+    "transformer_lm.layer_scale": (None,),
+    "transformer_lm.qk_layer_norm": (False, None),
+    "transformer_lm.qk_layer_norm_cross": (False, None),
+    "fuser.cross": (["description"],),
+    "fuser.sum": ([], None),
+    "fuser.prepend": ([], None),
+    "fuser.input_interpolate": ([], None),
+    "fuser.cross_attention_pos_emb": (False, None),
+}
 
 
 def load_language_model(

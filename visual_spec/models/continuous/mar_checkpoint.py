@@ -15,13 +15,18 @@ from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 
 _MAR = KeyLayout(
-    "MAR", "the weights under 'model_ema' of checkpoint-last.pth",
+    "MAR",
+    "the weights under 'model_ema' of checkpoint-last.pth",
     needed={
-        "z_proj.weight": 2, "class_emb.weight": 2, "encoder_pos_embed_learned": 3, "diffusion_pos_embed_learned": 3,
-        "diffloss.net.input_proj.weight": 2, "diffloss.net.final_layer.linear.weight": 2,
+        "z_proj.weight": 2,
+        "class_emb.weight": 2,
+        "encoder_pos_embed_learned": 3,
+        "diffusion_pos_embed_learned": 3,
+        "diffloss.net.input_proj.weight": 2,
+        "diffloss.net.final_layer.linear.weight": 2,
     },
     container="model_ema",
-)  # fmt: skip
+)
 
 
 def unpack_mar(path: Path, content: Any) -> Checkpoint | None:
@@ -97,9 +102,14 @@ def is_mar(weights: Mapping[str, Any]) -> bool:
 # f = 16 autoencoder (Rombach et al. 2022, table 8).
 KL16: dict[str, Any] = dict(
     down_block_types=("DownEncoderBlock2D",) * 4 + ("AttnDownEncoderBlock2D",),
-    up_block_types=("UpDecoderBlock2D",) * 5, block_out_channels=(128, 128, 256, 256, 512), layers_per_block=2,
-    latent_channels=16, norm_num_groups=32, sample_size=256, scaling_factor=0.2325,
-)  # fmt: skip
+    up_block_types=("UpDecoderBlock2D",) * 5,
+    block_out_channels=(128, 128, 256, 256, 512),
+    layers_per_block=2,
+    latent_channels=16,
+    norm_num_groups=32,
+    sample_size=256,
+    scaling_factor=0.2325,
+)
 
 _PARTS = {"block": "resnets", "attn": "attentions"}
 

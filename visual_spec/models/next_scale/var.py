@@ -187,12 +187,17 @@ class VARTransformer(ScaleTransformer):
 
 
 _VAR = KeyLayout(
-    "VAR transformer", "a file such as var_d16.pth",
+    "VAR transformer",
+    "a file such as var_d16.pth",
     needed={
-        "pos_1LC": 3, "lvl_embed.weight": 2, "class_emb.weight": 2, "word_embed.weight": 2, "head.weight": 2,
+        "pos_1LC": 3,
+        "lvl_embed.weight": 2,
+        "class_emb.weight": 2,
+        "word_embed.weight": 2,
+        "head.weight": 2,
         "blocks.0.attn.scale_mul_1H11": 4,
     },
-)  # fmt: skip
+)
 
 
 def is_var(weights: Mapping[str, Tensor]) -> bool:

@@ -37,8 +37,11 @@ _WAN = KeyLayout(
     "Wan",
     "a file of Self-Forcing or of Wan 2.1; a folder of diffusers is loaded by WanTransformer3DModel.from_pretrained",
     needed={
-        "patch_embedding.weight": 5, "proj_out.weight": 2, "condition_embedder.time_proj.weight": 2,
-        "condition_embedder.text_embedder.linear_1.weight": 2, "condition_embedder.time_embedder.linear_1.weight": 2,
+        "patch_embedding.weight": 5,
+        "proj_out.weight": 2,
+        "condition_embedder.time_proj.weight": 2,
+        "condition_embedder.text_embedder.linear_1.weight": 2,
+        "condition_embedder.time_embedder.linear_1.weight": 2,
         "blocks.0.ffn.net.0.proj.weight": 2,
     },
     renamed={
@@ -47,14 +50,19 @@ _WAN = KeyLayout(
         r"^text_embedding\.2\.": "condition_embedder.text_embedder.linear_2.",
         r"^time_embedding\.0\.": "condition_embedder.time_embedder.linear_1.",
         r"^time_embedding\.2\.": "condition_embedder.time_embedder.linear_2.",
-        r"^time_projection\.1\.": "condition_embedder.time_proj.", r"^head\.head\.": "proj_out.",
-        r"^head\.modulation$": "scale_shift_table", r"(^blocks\.\d+)\.modulation$": r"\1.scale_shift_table",
-        r"(^blocks\.\d+)\.norm3\.": r"\1.norm2.", r"(^blocks\.\d+)\.ffn\.0\.": r"\1.ffn.net.0.proj.",
-        r"(^blocks\.\d+)\.ffn\.2\.": r"\1.ffn.net.2.", r"(^blocks\.\d+)\.self_attn\.": r"\1.attn1.",
-        r"(^blocks\.\d+)\.cross_attn\.": r"\1.attn2.", r"(\.attn[12])\.([qkv])\.": r"\1.to_\2.",
+        r"^time_projection\.1\.": "condition_embedder.time_proj.",
+        r"^head\.head\.": "proj_out.",
+        r"^head\.modulation$": "scale_shift_table",
+        r"(^blocks\.\d+)\.modulation$": r"\1.scale_shift_table",
+        r"(^blocks\.\d+)\.norm3\.": r"\1.norm2.",
+        r"(^blocks\.\d+)\.ffn\.0\.": r"\1.ffn.net.0.proj.",
+        r"(^blocks\.\d+)\.ffn\.2\.": r"\1.ffn.net.2.",
+        r"(^blocks\.\d+)\.self_attn\.": r"\1.attn1.",
+        r"(^blocks\.\d+)\.cross_attn\.": r"\1.attn2.",
+        r"(\.attn[12])\.([qkv])\.": r"\1.to_\2.",
         r"(\.attn[12])\.o\.": r"\1.to_out.0.",
     },
-)  # fmt: skip
+)
 
 
 def is_wan(checkpoint: Checkpoint) -> bool:

@@ -44,8 +44,12 @@ _STEP = "MiniMaxMusic3AutoregressiveStep"
 _FRAME = "_generate_depth_codes"  # what its loop calls for the codes of a frame
 # What is read from its module beside that.
 _NAMES = (
-    "_AUDIO_CODE_OFFSET", "_SEMANTIC_VOCAB_SIZE", "_AUDIO_END_TOKEN_ID", "_AR_CFG_SCALE", "_AR_SAMPLING_TOP_K",
-)  # fmt: skip
+    "_AUDIO_CODE_OFFSET",
+    "_SEMANTIC_VOCAB_SIZE",
+    "_AUDIO_END_TOKEN_ID",
+    "_AR_CFG_SCALE",
+    "_AR_SAMPLING_TOP_K",
+)
 
 
 class MiniMaxMusicAdapter(DepthAdapter):

@@ -60,9 +60,13 @@ from visual_spec.samplers.registry import RASTER
 _RULES = ("no_repeat_ngram_size", "repetition_penalty", "suppress_tokens")
 # What a talker counts its positions by.
 _PLACES = (
-    "input_text_ids", "image_grid_thw", "video_grid_thw", "use_audio_in_video", "audio_feature_lengths",
+    "input_text_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "use_audio_in_video",
+    "audio_feature_lengths",
     "video_second_per_grid",
-)  # fmt: skip
+)
 
 
 class SpeechCodeAdapter(Adapter):

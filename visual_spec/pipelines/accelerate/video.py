@@ -40,10 +40,16 @@ from visual_spec.samplers.core.law import TokenLaw
 
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_kwargs": ({},), "callback_on_step_end": (), "callback_on_step_end_tensor_inputs": (["latents"],),
-    "guidance_scale": (1.0,), "guidance_scale_2": (1.0,), "latents": (), "negative_prompt": (),
-    "negative_prompt_embeds": (), "num_inference_steps": (),
-}  # fmt: skip
+    "attention_kwargs": ({},),
+    "callback_on_step_end": (),
+    "callback_on_step_end_tensor_inputs": (["latents"],),
+    "guidance_scale": (1.0,),
+    "guidance_scale_2": (1.0,),
+    "latents": (),
+    "negative_prompt": (),
+    "negative_prompt_embeds": (),
+    "num_inference_steps": (),
+}
 
 
 class VideoAdapter(Adapter):
