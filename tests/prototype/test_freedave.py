@@ -12,6 +12,7 @@ from tests.helpers.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.prototype.freedave import FreeDaveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.state import HostCopy
 from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.masked.policies import Choice, LawByStep, Schedule
 
@@ -90,6 +91,21 @@ def test_known_tokens_stay_and_samples_are_what_they_are_alone():
         alone = decode(sampler, number, known_tokens=known[[number]])
         assert torch.equal(alone.tokens[0], found.tokens[number])
         assert alone.trace.target_calls[0] == found.trace.target_calls[number]
+
+
+def test_an_end_that_is_noticed_late_costs_no_call(monkeypatch):
+    """As on a GPU, where progress reaches the host a call late."""
+    seen: list[Tensor] = []
+
+    def late(_: Any, progress: Tensor) -> Tensor | None:
+        seen.append(progress.clone())
+        return seen[-2] if len(seen) > 1 else None
+
+    usual = decode(FreeDaveSampler(), 0, 1)
+    monkeypatch.setattr(HostCopy, "__call__", late)
+    found = decode(FreeDaveSampler(), 0, 1)
+    assert torch.equal(found.tokens, usual.tokens) and len(seen) == usual.trace.target_calls.max() + 2
+    assert torch.equal(found.trace.entry_call, usual.trace.entry_call)
 
 
 def test_a_draft_that_nobody_checks_is_found_out(monkeypatch):

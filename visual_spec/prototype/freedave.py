@@ -135,9 +135,11 @@ class FreeDaveSampler(MaskedSampler):
         return state
 
     def step(self, run: Run, state: FreeDaveState) -> None:
-        """Score the states of all rows in one call, and commit the steps that they confirm."""
-        state.round += 1
+        """Score the states of all rows in one call, and commit the steps that they confirm; waits for the device."""
         counts = [len(row.states) for row in state.rows]
+        if not sum(counts):  # on a GPU the end is noticed a call late
+            return
+        state.round += 1
         cache = copy(state.cache)
         cache.select(torch.arange(run.batch_size).repeat_interleave(torch.tensor(counts)).to(run.device))
         fed = torch.cat([one.tokens for row in state.rows for one in row.states])
