@@ -199,8 +199,9 @@ def drawn_pairs(
         def draw(shard: int = shard) -> dict[str, Tensor]:
             captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
+            pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
             print(f"pictures {(shard + 1) * settings.batch_size}/{settings.pictures}", flush=True)
-            return draw_pairs(teacher, encoder, codes, captions, settings, generator)._asdict()
+            return pairs._asdict()
 
         saved = stored(path, owner, "pictures of another teacher, or drawn with other settings", draw)
         shards.append([saved[name] for name in Pairs._fields])
