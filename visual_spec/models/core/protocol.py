@@ -273,10 +273,11 @@ class OrderModel(NextTokenModel, Protocol):
 
 
 def check_labels(condition: object, batch_size: int, classes: int) -> None:
-    """Refuse what is no LongTensor [B] (TypeError) of labels below `classes` (ValueError)."""
+    """Refuse what is no LongTensor [B] (TypeError) of labels below `classes` (ValueError; meta tensors have none)."""
     if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
         raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
-    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+    allowed = condition.is_meta or bool(((condition >= 0) & (condition < classes)).all())
+    if condition.shape != (batch_size,) or not allowed:
         raise ValueError(
             f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
         )
