@@ -487,7 +487,7 @@ def block_drafter(corrects: bool, guided: bool) -> Any:
     stage = CodeLanguageModel(LLAMA, CODES, END, new_tokens=1)
     text = Prompt(PROMPTS["input_ids"], PROMPTS["attention_mask"])
     state = stage.prefill(ImagePrompt(text, text), batch_size=3, guided=guided, window=1)
-    made = BlockDrafter.for_target(stage, state, corrects=corrects, block_size=6, layers=2)
+    made: Any = BlockDrafter.for_target(stage, state, corrects=corrects, block_size=6, layers=2)
     made.to(state.features.dtype)
     torch.manual_seed(7)
     with torch.no_grad():

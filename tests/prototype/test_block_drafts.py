@@ -162,7 +162,8 @@ def test_a_block_is_that_of_layers_of_qwen3_over_the_states_of_the_target(anchor
     state = drafter.follow(target, target, window=4, guidance=1.0)
     count, drawn = drafter.most, []
     tokens, none = torch.zeros(1, 1 + count, dtype=torch.long), torch.full((1, count), -1)
-    drafter.draft(state, tokens + 2, none, torch.arange(1 + count)[None], lambda *asked: drawn.append(asked))
+    places = torch.arange(1 + count)[None]
+    drafter.draft(state, tokens + 2, none, places, lambda *asked: drawn.append(asked) or asked[1])
     logits, slots = drawn[0]
     wanted = by_transformers(drafter, before, 27, anchored)
     assert drafter.lm_head is not None

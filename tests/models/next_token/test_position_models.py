@@ -257,7 +257,7 @@ def test_a_picture_does_not_depend_on_its_batch(model, sampler):
 def test_places_of_the_first_call_are_drawn_together():
     """ARPG's schedule asks for two of nine; a RandAR's second instruction sees the first, an LPD's both see both."""
     for order in ("any", "queries"):
-        model = tiny_transformer(
+        model: Any = tiny_transformer(
             order=order, grid_size=SIDE, num_classes=CLASSES, caption_dim=None, prefix_length=1
         ).double()
         for parameter in model.parameters():

@@ -20,7 +20,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -28,13 +28,19 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import modules_of
 
+if TYPE_CHECKING:
+    from diffusers.hooks.hooks import ModelHook
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _LOADING = ("GroupOffloadingHook", "LayerwiseCastingHook")  # of diffusers: those that change weights
 ALIGNMENT = 64  # bytes; of a cache line, of an AVX-512 register, and of PyTorch's allocator
 _AT_HAND: set[int] = set()  # ids of the modules whose weights are there now
 
 
 @contextmanager
-def at_hand(*models: Any, leaves: bool = True) -> Iterator[None]:
+def at_hand(*models: object, leaves: bool = True) -> Iterator[None]:
     """Within, the weights of these models are on their device and in their dtype, whatever offloads them.
 
     Args:
@@ -58,31 +64,31 @@ def at_hand(*models: Any, leaves: bool = True) -> Iterator[None]:
         yield
 
 
-def loads_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+def loads_weights(method: Callable[P, R]) -> Callable[P, R]:
     """Mark an entry point of a model: it runs with the weights `at_hand`."""
     return _entry(method, leaves=True)
 
 
-def decodes(method: Callable[..., Any]) -> Callable[..., Any]:
+def decodes(method: Callable[P, R]) -> Callable[P, R]:
     """Mark an entry point of a decode: it runs with the weights `at_hand`, and without gradients."""
     return loads_weights(torch.no_grad()(method))
 
 
-def loads_groups(method: Callable[..., Any]) -> Callable[..., Any]:
+def loads_groups(method: Callable[P, R]) -> Callable[P, R]:
     """As `decodes`, of an adapter that calls all leaf modules by their `forward`; see `at_hand`."""
     return _entry(torch.no_grad()(method), leaves=False)
 
 
-def _entry(method: Callable[..., Any], *, leaves: bool) -> Callable[..., Any]:
+def _entry(method: Callable[P, R], *, leaves: bool) -> Callable[P, R]:
     @functools.wraps(method)
-    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def entry(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return method(self, *args, **kwargs)
-        roots = [root for root in modules_of(self) if id(root) not in _AT_HAND]
+            return method(*args, **kwargs)
+        roots = [root for root in modules_of(args[0]) if id(root) not in _AT_HAND]
         if not roots:
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         with at_hand(*roots, leaves=leaves):
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
 
     return entry
 
@@ -101,7 +107,7 @@ def _hooked(root: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
+def _loaded(module: nn.Module, *, is_root: bool, leaves: bool) -> Iterator[None]:
     """Within, the weights that the hooks of one module look after are there, and its `forward` runs no hook."""
     if id(module) in _AT_HAND:
         yield
@@ -116,7 +122,7 @@ def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
             hook.pre_forward(module)  # moves the whole model, which stays until another one is needed
     _AT_HAND.add(id(module))
     forward = module.__dict__.pop("forward", None) if hooks else None
-    begun: list[Any] = []
+    begun = []
     try:
         for one in reversed(hooks):  # the newest hook is the outermost
             begun.append(one)
@@ -133,7 +139,7 @@ def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
             one.post_forward(module, None)
 
 
-def diffusers_hooks(module: Any) -> list[Any]:
+def diffusers_hooks(module: nn.Module) -> list[ModelHook]:
     """The hooks of diffusers on a module that change its weights."""
     registry = getattr(module, "_diffusers_hook", None)
     hooks = [] if registry is None else [registry.hooks[name] for name in registry._hook_order]

@@ -38,7 +38,7 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 
 POSITIONS = 32  # side of the official grid of positions
 CODES, CODE_DIM = 8912, 32  # of the official tokenizer
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     f"d{depth}": {"num_layers": depth, "num_heads": depth, "dim": 64 * depth} for depth in (16, 20, 24)
 }
 # What hooks of accelerate and diffusers leave in a module.
@@ -206,7 +206,9 @@ class FlexVQModel(AnyScales, MultiscaleTokenizer, VQModel):
         """Side of the pictures in pixels."""
         return self.scales[-1] * self.patch_size
 
-    encode_latents = VQModel.encode_latents
+    @loads_weights
+    def encode_latents(self, images: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(images))
 
     @loads_weights
     def tokens_of(self, latents: Tensor) -> list[Tensor]:
