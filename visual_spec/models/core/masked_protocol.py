@@ -59,7 +59,7 @@ class HidingModel(Protocol):
         """The id fed for a hidden token. No token has this id."""
         ...
 
-    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
+    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> MaskedState:
         """Compute everything that depends on the condition only.
 
         Args:

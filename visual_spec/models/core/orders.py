@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel, TokenGrid
 from visual_spec.models.core.settings import Within, whole
 
 # Learned tokens that orders of regions feed in their first parallel step: one for each region but the first.
@@ -102,7 +102,7 @@ class AnyOrderModel(Protocol):
         window: int,
         asked: Tensor,
         together: bool = False,
-    ) -> Any:
+    ) -> DecodeState:
         """Run the condition, ask the first slots in the same forward, and allocate the static cache.
 
         Args:

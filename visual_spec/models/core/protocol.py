@@ -113,12 +113,12 @@ class DecodeState:
         raise NotImplementedError
 
 
-def trained_order(model: Any) -> str:
+def trained_order(model: object) -> str:
     """Return the name of the order a next-token model was trained for: raster order, unless it declares another."""
     return getattr(model, "trained_order", RASTER_ORDER)
 
 
-def modules_of(model: Any) -> list[nn.Module]:
+def modules_of(model: object) -> list[nn.Module]:
     """Return the model itself, or the modules that an adapter runs, also one around another adapter (`wrapped`)."""
     model = getattr(model, "wrapped", model)
     if isinstance(model, nn.Module):
@@ -126,7 +126,7 @@ def modules_of(model: Any) -> list[nn.Module]:
     return [value for value in vars(model).values() if isinstance(value, nn.Module)]
 
 
-def owner_of(model: Any) -> Any:
+def owner_of(model: object) -> object:
     """Return an object that lives as long as the weights, as a key of caches: each request makes a new adapter."""
     modules = modules_of(model)
     return modules[0] if modules else model
@@ -141,7 +141,7 @@ class NextTokenModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> DecodeState:
         """Run the condition and allocate the static cache.
 
         Args:
@@ -189,7 +189,9 @@ class PromptModel(NextTokenModel, Protocol):
         """
         ...
 
-    def run_prompt(self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: Any = None) -> Any:
+    def run_prompt(
+        self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: Any = None
+    ) -> DecodeState:
         """Run a prompt. Returns the state as of `prefill`. No host synchronisation, and nothing of the host is read.
 
         Args:
@@ -474,7 +476,7 @@ class ScaleModel(Protocol):
         guided: bool,
         maps: Sequence[Tensor] = (),
         stop: int | None = None,
-    ) -> Any:
+    ) -> ScaleState:
         """Run the condition, and the scales that are already known, in one forward; allocate the static cache.
 
         Args:
@@ -543,7 +545,7 @@ class ColumnModel(Protocol):
         """The id fed and returned for entries without a token. It may be V, or an id of the vocabulary."""
         ...
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> DecodeState:
         """As `NextTokenModel.prefill`, except that the state's logits are [R, K, V]; they predict step 0."""
         ...
 

@@ -11,7 +11,7 @@ One of our own: small maps are not pooled, because five neighbours are a third o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.core.cache import EvictingCache, KeyValues, StaticCache
-from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
+from visual_spec.models.core.protocol import ScaleModel, ScaleState, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.next_scale.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
 from visual_spec.models.next_scale.scale_pruning import PrunedMaps
 
@@ -198,6 +198,24 @@ class CompressedCache(EvictingCache):
         return seen
 
 
+class CachingModel(ScaleModel, Protocol):
+    """A `ScaleModel` with `num_layers` in its `config`, whose `prefill` takes a `cache`."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def prefill(
+        self,
+        condition: Any,
+        *,
+        batch_size: int,
+        guided: bool,
+        maps: Sequence[Tensor] = (),
+        stop: int | None = None,
+        cache: ScaleCache | None = None,
+    ) -> ScaleState: ...
+
+
 class CompressedVAR:
     """A next-scale transformer that decodes with a compressed cache: a `ScaleModel` over the same tokens.
 
@@ -206,8 +224,7 @@ class CompressedVAR:
     fed twice.
 
     Args:
-        model: a `VARTransformer`, or another `ScaleModel` with `num_layers` in its `config`, whose `prefill` takes a
-            `cache`.
+        model: a `VARTransformer`, or another `CachingModel`.
         budget: what its layers may keep: given by hand, by `ScaleBudget.from_share`, or by `calibrate`.
 
     Raises:
@@ -218,7 +235,7 @@ class CompressedVAR:
         >>> sampler(code_stages(transformer, small), labels, tokenizer=tokenizer, law=law, batch_size=8)
     """
 
-    def __init__(self, model: Any, budget: ScaleBudget):
+    def __init__(self, model: CachingModel, budget: ScaleBudget):
         check_budget(budget, model.scales, model.config["num_layers"])
         self.model, self.budget, self.num_layers = model, budget, budget.num_layers
         self.scales, self.vocab_size, self.code_dim = tuple(model.scales), model.vocab_size, model.code_dim
@@ -280,7 +297,7 @@ class _WatchedCache(CompressedCache):
 
 
 class _WatchedVAR(CompressedVAR):
-    def __init__(self, model: Any, top: int, masses: Tensor):
+    def __init__(self, model: CachingModel, top: int, masses: Tensor):
         super().__init__(model, ScaleBudget.full(model.scales, model.config["num_layers"]))
         self._top, self._masses = top, masses
 
@@ -290,12 +307,12 @@ class _WatchedVAR(CompressedVAR):
 
 @torch.no_grad()
 def layer_importance(
-    model: Any,
+    model: CachingModel,
     tokenizer: ScaleTokenizer,
-    condition: Any,
+    condition: object,
     *,
-    sampler: Callable[..., Any],
-    law: Any,
+    sampler: Callable[..., object],
+    law: object,
     top: int,
     batch_size: int,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -340,12 +357,12 @@ def find_drafters(importance: Tensor, scales: Sequence[int], count: int) -> dict
 
 
 def calibrate(
-    model: Any,
+    model: CachingModel,
     tokenizer: ScaleTokenizer,
-    condition: Any,
+    condition: object,
     *,
-    sampler: Callable[..., Any],
-    law: Any,
+    sampler: Callable[..., object],
+    law: object,
     share: float,
     batch_size: int,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,

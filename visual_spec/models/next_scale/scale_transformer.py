@@ -185,13 +185,13 @@ class ScaleTransformer(SavedModel):
                     six[:2] *= 1e-3  # the gains of attention and feed-forward layer
                     six[2:] *= 0.5
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse a condition of another kind (TypeError), or that does not fit this model (ValueError)."""
         raise NotImplementedError
 
     def read(
         self, condition: Any, *, guided: bool = False, dropped: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, object]]:
         """Return the vector of the condition `[R, dim]`, unconditional rows last, and further fields of the state.
 
         The vector is the first input, and the condition of AdaLN. `dropped`, bool `[B]`, marks rows that lose their
