@@ -21,7 +21,7 @@ def weight_of(layer: nn.Module) -> Tensor:
     return weight
 
 
-def adapter_state(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+def adapter_state(modules: Iterable[nn.Module]) -> tuple[object, ...]:
     """What adapters add beside their weights: which are active, and how strongly. Equal tuples compute the same."""
     return tuple(
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())  # pyright: ignore
@@ -36,5 +36,5 @@ def has_adapters(model: nn.Module) -> bool:
     return any(_is_adapted(layer) for layer in model.modules())
 
 
-def _is_adapted(layer: Any) -> bool:
+def _is_adapted(layer: object) -> bool:
     return hasattr(layer, "base_layer") and hasattr(layer, "scaling")

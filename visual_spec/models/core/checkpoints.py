@@ -56,6 +56,7 @@ _HOLDERS = ("module", "model", "net", "network", "ema", "ema_model")
 _MOST_SAID, _FREE_BYTES = 8, 2**26
 
 M = TypeVar("M", bound=nn.Module)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ def read_content(path: Path, keep: str = _KEEP) -> Any:
     return _unwrapped(_content(path, keep), str(path))
 
 
-def _unwrapped(content: Any, name: str) -> Any:
+def _unwrapped(content: object, name: str) -> object:
     if not isinstance(content, Mapping):
         return content
     return bare_keys({key: _unwrapped(value, name) for key, value in content.items()}, name)
 
 
-def _content(path: Path, keep: str) -> Any:
+def _content(path: Path, keep: str) -> object:
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a folder; name the checkpoint file in it, or load a folder that save_pretrained wrote with "
@@ -142,7 +143,7 @@ def _content(path: Path, keep: str) -> Any:
     )
 
 
-def write_content(path: Path, content: Mapping[str, Any]) -> None:
+def write_content(path: Path, content: Mapping[str, object]) -> None:
     """Write tensors and plain values as `read_written` reads them; an error or a kill leaves `path` as it was."""
     from visual_spec.files.whole import whole_file
 
@@ -176,7 +177,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or damaged ({reason}); copy or download it again.") from error
 
 
-def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
+def _load_torch(path: Path, mapped: bool, keep: str) -> object:
     try:
         # Training runs save their argparse.Namespace beside the weights: plain attributes, no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -206,7 +207,7 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
 
 
 def read_by(
-    source: Source, unpack: Callable[[Path, Any], Checkpoint | None], keep: str = _KEEP
+    source: Source, unpack: Callable[[Path, object], Checkpoint | None], keep: str = _KEEP
 ) -> Checkpoint:
     """Return what `unpack` finds in a file, else what `unpack_checkpoint` does; a checkpoint as it is.
 
@@ -224,7 +225,7 @@ def read_by(
     return unpack(path, content) or unpack_checkpoint(path, content)
 
 
-def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
+def unpack_checkpoint(path: Path, content: object) -> Checkpoint:
     """Return the weights in the content of a file (`read_content`), and the arguments of the training run.
 
     Raises:
@@ -268,7 +269,7 @@ def bare_key(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def bare_keys(tensors: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+def bare_keys(tensors: Mapping[Any, Value], name: str) -> dict[Any, Value]:
     """Return a state dict, with other entries of its file if there are any, without what wrappers add to keys.
 
     Of a model beside its average by `ema_pytorch` the average stays.

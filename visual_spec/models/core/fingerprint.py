@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ def fingerprint(modules: Iterable[nn.Module]) -> str:
     return digest.hexdigest()[:12]
 
 
-def written(module: nn.Module) -> tuple[Any, ...]:
+def written(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """Return what changes when a weight is written in place or replaced: a key of what was computed from weights.
 
     Writing through `.data` does not count, nor do weights that were made in inference mode.

@@ -57,7 +57,7 @@ class KeyLayout:
     dropped: tuple[str, ...] = ()
     renamed: Mapping[str, str | Callable[[re.Match[str]], str]] = field(default_factory=dict)
     container: str = ""
-    unpack: Callable[[Path, Any], Checkpoint | None] | None = None
+    unpack: Callable[[Path, object], Checkpoint | None] | None = None
     keep: str = '{"model": c["model"]}'
 
     def read(self, source: Given) -> tuple[Weights, str]:
@@ -77,7 +77,7 @@ class KeyLayout:
             weights, name = checkpoint.weights, str(checkpoint.path)
         return self.translated(weights, name), name
 
-    def contained(self, path: Path, content: Any) -> Checkpoint | None:
+    def contained(self, path: Path, content: object) -> Checkpoint | None:
         """Return the weights under the layout's container, or the content itself; None without a container.
 
         Raises:
@@ -123,7 +123,7 @@ class KeyLayout:
         return key
 
 
-def count_parts(weights: Mapping[str, Any], start: str) -> int:
+def count_parts(weights: Mapping[str, object], start: str) -> int:
     """Return how many parts are numbered after a prefix, such as "blocks."."""
     return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
 
@@ -175,7 +175,7 @@ def known_heads(
 
 def loaded(
     kind: type[M],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     weights: Mapping[str, Tensor],
     name: str,
     *,

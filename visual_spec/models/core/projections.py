@@ -174,7 +174,9 @@ def _check(path: str, names: tuple[str, ...], parts: list[Any]) -> None:
             )
 
 
-def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write_separately(
+    joined: JoinedProjections, state: dict[str, Tensor], prefix: str, metadata: object
+) -> None:
     """Hook of a matrix's state dict: store the rows of each projection under its own key, as views."""
     layer = prefix.removesuffix(f"{joined.names[0]}.")
     whole = {kind: state.pop(f"{prefix}{kind}", None) for kind in ("weight", "bias")}
@@ -187,7 +189,7 @@ def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata:
         start += size
 
 
-def _read_separately(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _read_separately(layer: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
     """Hook before a layer loads: join the rows of each projection to one matrix, if all are there."""
     for joined in (child for child in layer.children() if isinstance(child, JoinedProjections)):
         for kind in ("weight", "bias"):

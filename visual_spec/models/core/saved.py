@@ -128,11 +128,11 @@ class SavedModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
                 with TemporaryDirectory() as copy:
                     cls.from_pretrained(folder, variant=kwargs.pop("variant", None)).save_pretrained(copy)
                     return cls.from_pretrained(copy, **{**kwargs, "subfolder": None})
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         align_weights(model)
         check_loaded(model, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
-        return cast(Self, loaded)  # or a pair, with output_loading_info
+        return loaded  # or a pair, with output_loading_info
 
     @cast(Any, functools.wraps(ModelMixin.save_pretrained))  # diffusers looks at the arguments
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ def _adapts(folder: Path) -> bool:
     return (folder / "adapter.json").is_file()
 
 
-def _adapted(kind: Any, folder: Path) -> Any:
+def _adapted(kind: type[SavedModel], folder: Path) -> SavedModel:
     """The whole model of class `kind` that such a folder makes."""
     from visual_spec.models.core.low_rank import whole_weights  # few models are stored so
 
@@ -288,7 +288,7 @@ def _built(folder: Path, name: str, build: Callable[[], Any]) -> Any:
         raise ValueError(f"{folder}/config.json makes no {name}: {reason}") from error
 
 
-def _counts(config: Mapping[str, Any], of_diffusers: bool) -> dict[str, Any]:
+def _counts(config: Mapping[str, object], of_diffusers: bool) -> dict[str, object]:
     """What the configuration says of how many parts the model has; each part has weights."""
     if of_diffusers:
         return {name: config.get(name) for name in _COUNTS}
@@ -300,7 +300,7 @@ def _counts(config: Mapping[str, Any], of_diffusers: bool) -> dict[str, Any]:
     return named | {f"len({name})": len(value) for name, value in config.items() if isinstance(value, list)}
 
 
-def _eight_bits(model: Any, config: Mapping[str, Any]) -> Iterable[torch.dtype]:
+def _eight_bits(model: type, config: Mapping[str, object]) -> Iterable[torch.dtype]:
     """The dtypes of 8 bits in which a model of this class and configuration may be stored."""
     if issubclass(model, SavedModel):
         return model.stored_as
@@ -332,7 +332,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"{error}; copy or download it again.") from error
 
 
-def _is_quantised(folder: Path, config: Mapping[str, Any]) -> bool:
+def _is_quantised(folder: Path, config: Mapping[str, object]) -> bool:
     """Return whether weights are quantised in a format of diffusers or transformers, which check them."""
     how = config.get("quantization_config")
     if how is not None and not isinstance(how, dict):
@@ -343,7 +343,7 @@ def _is_quantised(folder: Path, config: Mapping[str, Any]) -> bool:
     return how is not None
 
 
-def _check_counts(folder: Path, counts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+def _check_counts(folder: Path, counts: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
     """Refuse counts of parts that exceed the number of weights, before as many parts are built."""
     for name, number in counts.items():
         if isinstance(number, int | float) and number > len(weights):
@@ -414,11 +414,11 @@ def quantised_as(*models: torch.nn.Module) -> str | None:
     return ", ".join(sorted(kinds)) or None
 
 
-def some(names: Iterable[Any], count: int = 4) -> str:
+def some(names: Iterable[object], count: int = 4) -> str:
     """Return a list of names for an error: the first few, and how many more."""
-    names = list(map(str, names))
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    words = list(map(str, names))
+    more = f" and {len(words) - count} more" if len(words) > count else ""
+    return ", ".join(words[:count]) + more
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -115,14 +115,14 @@ class DeclaredSetting:
     """
 
     name: str
-    kinds: tuple[Any, ...]
+    kinds: tuple[object, ...]
     within: Within
     names: tuple[str, ...] | None
-    default: Any
+    default: object
     help: Help | None = None
     checks: tuple[Check, ...] = ()
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: object) -> Any:
         """Return the value with Python numbers in place of numpy's.
 
         Raises:
@@ -165,7 +165,7 @@ class DeclaredSetting:
     def _listed(self) -> bool:
         return Sequence in self.kinds or Sequence[float] in self.kinds
 
-    def _allows(self, value: Any) -> bool:
+    def _allows(self, value: object) -> bool:
         if value is None:
             return type(None) in self.kinds
         if isinstance(value, bool):
@@ -182,7 +182,7 @@ class DeclaredSetting:
         return isinstance(value, Mapping) and Mapping in self.kinds
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """The value with Python's numbers in place of numpy's."""
     import numpy as np  # the command line needs none
 
@@ -218,7 +218,7 @@ def groups_of(init: Callable[..., None]) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if is_dataclass(one.default)}
 
 
-def in_groups(init: Callable[..., None], settings: Mapping[str, Any]) -> dict[str, Any]:
+def in_groups(init: Callable[..., None], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return settings that are written one by one as a constructor takes them: those of a group in its dataclass.
 
     A group that is there as a whole counts, and not its settings beside it.
@@ -234,12 +234,12 @@ def in_groups(init: Callable[..., None], settings: Mapping[str, Any]) -> dict[st
     return left
 
 
-def of_settings(kind: Callable[..., Made], *args: Any, **settings: Any) -> Made:
+def of_settings(kind: Callable[..., Made], *args: object, **settings: object) -> Made:
     """An object of a class whose constructor takes groups, of settings that are written one by one."""
     return kind(*args, **in_groups(inspect.unwrap(kind.__init__), settings))
 
 
-def one_by_one(init: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def one_by_one(init: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of a constructor with the settings of its groups in place of the groups."""
     groups = groups_of(init)
     flat = {name: value for name, value in arguments.items() if name not in groups}
@@ -248,8 +248,8 @@ def one_by_one(init: Callable[..., None], arguments: Mapping[str, Any]) -> dict[
     return flat
 
 
-def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
-    marks: list[Any] = []
+def _setting(parameter: inspect.Parameter, hint: object) -> DeclaredSetting:
+    marks: list[object] = []
     kinds = tuple(_kinds(hint, marks))
     within = next((mark for mark in marks if isinstance(mark, Within)), Within())
     names = next((tuple(mark.names) for mark in marks if isinstance(mark, OneOf)), None)
@@ -258,7 +258,7 @@ def _setting(parameter: inspect.Parameter, hint: Any) -> DeclaredSetting:
     return DeclaredSetting(parameter.name, kinds, within, names, parameter.default, help, checks)
 
 
-def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
+def _kinds(hint: object, marks: list[object]) -> list[object]:
     """The types of a declaration; its marks are appended to `marks`."""
     if get_origin(hint) is Annotated:
         inner, *more = get_args(hint)
@@ -288,7 +288,7 @@ def register_to_config(init: Init) -> Init:
 
     signature, groups = inspect.signature(init), groups_of(init)
 
-    def from_config(self: Any, **settings: Any) -> None:
+    def from_config(self: Any, **settings: object) -> None:
         own = {name: value for name, value in settings.items() if name in signature.parameters}
         init(self, **own | {name: group_of(type(one), self.config) for name, one in groups.items()})
 
@@ -302,7 +302,7 @@ def register_to_config(init: Init) -> Init:
     registered = by_keyword(from_config if groups else init)
 
     @functools.wraps(init)
-    def bound(self: Any, *args: Any, **kwargs: Any) -> None:
+    def bound(self: object, *args: object, **kwargs: object) -> None:
         gathered = in_groups(init, kwargs)
         if gathered.keys() != kwargs.keys() or any(gathered[name] is not kwargs[name] for name in kwargs):
             names = ", ".join(f"{name}={type(one).__name__}(...)" for name, one in groups.items())
@@ -325,7 +325,7 @@ def register_to_config(init: Init) -> Init:
     return cast(Init, bound)
 
 
-def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:
+def whole(name: str, value: object, within: Within = COUNT, note: str = "") -> int:
     """Return an integer within limits, of a function's argument; `note` is appended to the advice in the message.
 
     Raises:
@@ -338,7 +338,7 @@ def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:
         raise ValueError(f"{str(error)[:-1]}{note}.") from None
 
 
-def read_fields(record: Any) -> None:
+def read_fields(record: object) -> None:
     """Check the fields of a frozen dataclass by their declarations, as the settings of a constructor.
 
     Raises:
@@ -356,7 +356,7 @@ def fields_of(*groups: type) -> tuple[str, ...]:
     return tuple(one.name for group in groups for one in fields(group))
 
 
-def group_of(group: type[Group], config: Mapping[str, Any]) -> Group:
+def group_of(group: type[Group], config: Mapping[str, object]) -> Group:
     """Return the settings of a configuration that are fields of a dataclass."""
     return group(**{one.name: config[one.name] for one in fields(group)})  # pyright: ignore[reportArgumentType]
 

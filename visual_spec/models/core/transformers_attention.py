@@ -19,7 +19,7 @@ _NAME = "visual_spec_window"
 
 
 def _attend(
-    module: Any,
+    module: object,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -36,7 +36,7 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 
 
 @contextmanager
-def window_calls(decoder: Any, places: Tensor, prefix_mask: Tensor) -> Iterator[dict[str, Any]]:
+def window_calls(decoder: Any, places: Tensor, prefix_mask: Tensor) -> Iterator[dict[str, Tensor]]:
     """Within, the decoder attends by `window_attention`. Yields arguments to call it with.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cache as memoised
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +129,7 @@ def joined_prompts(
     )
 
 
-def one_size(image_sizes: Any) -> tuple[int, int]:
+def one_size(image_sizes: object) -> tuple[int, int]:
     """Return height and width in tokens, from (height, width) or a list or tensor [B, 2] of one size.
 
     Raises:
@@ -220,7 +219,7 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write [R, H, W, D] where `SlotCache.at` said. Returns the places that are read, [R, H, size, D]."""
         if self.held is None:
@@ -230,10 +229,10 @@ class _SlotLayer(CacheLayerMixin):
             (self.keys, self.values), key_states.transpose(1, 2), value_states.transpose(1, 2)
         )
 
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, *args: object, **kwargs: object) -> tuple[int, int]:
         return self.places.size, 0
 
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, *args: object, **kwargs: object) -> int:
         return 0  # rows differ, so positions are passed with every call
 
     def get_max_length(self) -> int:
