@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, wide
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.settings import Count, register_to_config
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
     Shared,
@@ -59,7 +58,7 @@ class EagleState(DecodeState):
         return [*self.cache.buffers(), self.features]
 
 
-def check_sizes(drafter: Any, sizes: Mapping[str, Any], trainer: str) -> None:
+def check_sizes(drafter: SavedModel, sizes: Mapping[str, object], trainer: str) -> None:
     """Refuse a target of other sizes than those that a drafter was made for, by ValueError.
 
     Args:
@@ -115,7 +114,7 @@ class EagleDrafter(SavedModel):
         """Return a fresh drafter of the target's size."""
         return cls(**{name: target.config[name] for name in _SHARED})
 
-    def check_target(self, target: Any) -> None:
+    def check_target(self, target: object) -> None:
         """Refuse a target that this drafter was not made for, by ValueError."""
         if not isinstance(target, LlamaGenTransformer):
             raise ValueError(
@@ -127,7 +126,7 @@ class EagleDrafter(SavedModel):
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
     @decodes
-    def follow(self, model: LlamaGenTransformer, state: Any, *, window: int) -> EagleState:
+    def follow(self, model: LlamaGenTransformer, state: LlamaGenState, *, window: int) -> EagleState:
         """Return the drafter's cache beside a target that has just been prefilled: `state.features` [R, 1, dim].
 
         Raises:

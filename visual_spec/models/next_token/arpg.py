@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import rotate
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.settings import Count, Within, register_to_config, whole
 from visual_spec.models.next_token.llamagen import PRESETS as LLAMAGEN_PRESETS
@@ -178,7 +179,7 @@ _ARPG = KeyLayout(
 )
 
 
-def name_of(checkpoint: Any) -> str:
+def name_of(checkpoint: Checkpoint) -> str:
     """Return what a file of ARPG is called, by its width."""
     dim = checkpoint.weights["head.weight"].shape[1]
     return f"ARPG-{next((name for name, size in PRESETS.items() if size['dim'] == dim), f'of width {dim}')}"

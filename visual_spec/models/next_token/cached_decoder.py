@@ -145,12 +145,12 @@ class CachedDecoder:
     # What a family may override ---------------------------------------------------------------------------------------
 
     @staticmethod
-    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+    def asks_for_pictures(asked: Mapping[str, object]) -> bool:
         """Whether a call of `generate` with these arguments draws pictures."""
         return True
 
     @staticmethod
-    def lays_out(asked: Mapping[str, Any]) -> bool:
+    def lays_out(asked: Mapping[str, object]) -> bool:
         """Whether its arguments lay out the picture token by token, see `constraint`."""
         return False
 
@@ -158,7 +158,7 @@ class CachedDecoder:
         """Return embeddings [R, T, C] of a prompt's ids, long [R, T]."""
         return self.table(ids)
 
-    def of_prompt(self, ids: Tensor) -> dict[str, Any]:
+    def of_prompt(self, ids: Tensor) -> dict[str, Tensor]:
         """Return what the decoder takes beside the embeddings of a prompt's ids, long [R, T]."""
         return {}
 
@@ -444,7 +444,7 @@ class CachedDecoder:
         places: Tensor,
         visible: Tensor,
         prefix_mask: Tensor | None,
-        **more: Any,
+        **more: Tensor,
     ) -> Tensor:
         """Return the decoder output [R, W, dim], behind it what was tapped (`_joined`).
 
@@ -454,7 +454,7 @@ class CachedDecoder:
         a GPU needs no mask.
         """
         cache.at(places, visible.shape[-1])
-        inputs: dict[str, Any] = dict(
+        inputs: dict[str, object] = dict(
             inputs_embeds=embeddings, position_ids=positions, use_cache=True, **more
         )
         inputs[cache_argument(self.decoder)] = cache
@@ -464,7 +464,7 @@ class CachedDecoder:
         mask = attention_mask(visible[:, None], embeddings, self._attention)
         return self._joined(**inputs, attention_mask=mask)
 
-    def _joined(self, **inputs: Any) -> Tensor:
+    def _joined(self, **inputs: object) -> Tensor:
         """Call the decoder: its output, and behind it what is tapped, [R, W, (1 + len(taps)) * dim]."""
         if not self.taps:
             return self.decoder(**inputs).last_hidden_state

@@ -82,7 +82,7 @@ class ChameleonImageModel(CachedDecoder):
         *,
         guided: bool,
         layout: str | None = None,
-        image_sizes: Any = None,
+        image_sizes: object = None,
         negative: Prompt | None = None,
         pixel_values: Tensor | None = None,
     ) -> tuple[ChameleonImageModel, ImagePrompt]:
@@ -156,7 +156,7 @@ class ChameleonImageModel(CachedDecoder):
     @staticmethod
     @torch.no_grad()
     def pixels(
-        model: Any, ids: Tensor, vq_decoder: Any = None, layout: str | None = None, image_sizes: Any = None
+        model: Any, ids: Tensor, vq_decoder: Any = None, layout: str | None = None, image_sizes: object = None
     ) -> Tensor:
         """Return pictures [B, 3, H, W] in [-1, 1] from the result of `output`.
 
@@ -223,7 +223,7 @@ def _codes(model: Any, second: bool) -> dict[int, int]:
     return dict(sorted(model.model.vocabulary_mapping.bpe2img.items()))
 
 
-def _is_lumina(config: Any) -> bool:
+def _is_lumina(config: object) -> bool:
     """Return whether a checkpoint is a Lumina-mGPT: its config names its class, and keeps its loss weight."""
     names = getattr(config, "architectures", None) or ()
     return any("XLLMX" in name for name in names) or getattr(config, "z_loss_weight", None) is not None

@@ -39,7 +39,7 @@ _LONGEST = 1024  # places of these texts at most
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
-def code_ranges(codes: Any) -> Ranges:
+def code_ranges(codes: object) -> Ranges:
     """Return half-open ranges of ids, from (first, last + 1) or several of them.
 
     Raises:
@@ -86,7 +86,7 @@ class CodeLanguageModel(CachedDecoder):
     family = "a language model of codes"
 
     def __init__(
-        self, model: Any, codes: Any, end: int | None = None, *, new_tokens: int, normalised: bool = False
+        self, model: Any, codes: object, end: int | None = None, *, new_tokens: int, normalised: bool = False
     ) -> None:
         ranges = code_ranges(codes)
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -151,7 +151,7 @@ class CodeLanguageModel(CachedDecoder):
         places: Tensor,
         visible: Tensor,
         prefix_mask: Tensor | None,
-        **more: Any,
+        **more: Tensor,
     ) -> Tensor:
         # Its own mask is cut by the number of places that are read.
         if local_window(self.decoder) is not None:
@@ -165,12 +165,12 @@ class CodeLanguageModel(CachedDecoder):
             held = torch.arange(visible.shape[-1], device=visible.device)
             near = visible & (held > places[..., None] - width)
         cache.at(places, visible.shape[-1])
-        mask: Any = attention_mask(near[:, None], embeddings, self._attention)
+        mask = attention_mask(near[:, None], embeddings, self._attention)
         kinds = set(getattr(self.decoder.config, "layer_types", None) or ())
         if len(kinds) > 1:  # one for each kind of layer
             full = attention_mask(visible[:, None], embeddings, self._attention)
             mask = {"full_attention": full, "sliding_attention": mask}
-        inputs: dict[str, Any] = {cache_argument(self.decoder): cache}
+        inputs: dict[str, object] = {cache_argument(self.decoder): cache}
         inputs |= dict(inputs_embeds=embeddings, position_ids=positions, use_cache=True, attention_mask=mask)
         return self._joined(**inputs)
 

@@ -7,7 +7,7 @@ end of frame, end of image and end of text. All of these are forced, and none of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, one_size
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import AllowedTokens, Emu3Constraint
+
+if TYPE_CHECKING:
+    from transformers import Emu3ForConditionalGeneration
 
 _END_OF_FRAME, _END_OF_IMAGE = "<|extra_201|>", "<|image end|>"
 
@@ -34,14 +37,14 @@ class Emu3ImageModel(CachedDecoder):
     family = "Emu3"
 
     @staticmethod
-    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+    def asks_for_pictures(asked: Mapping[str, object]) -> bool:
         return asked.get("image_sizes") is not None and asked.get("pixel_values") is None
 
     @staticmethod
-    def lays_out(asked: Mapping[str, Any]) -> bool:
+    def lays_out(asked: Mapping[str, object]) -> bool:
         return asked.get("prefix_allowed_tokens_fn") is not None
 
-    def __init__(self, model: Any, height: int, width: int) -> None:
+    def __init__(self, model: Emu3ForConditionalGeneration, height: int, width: int) -> None:
         self.model = model
         super().__init__(
             decoder=model.model.text_model,
@@ -54,7 +57,9 @@ class Emu3ImageModel(CachedDecoder):
         self.closing = _closing(model)
 
     @staticmethod
-    def constraint(model: Any, allowed: AllowedTokens, prompts: Tensor, most: int) -> Emu3Constraint:
+    def constraint(
+        model: Emu3ForConditionalGeneration, allowed: AllowedTokens, prompts: Tensor, most: int
+    ) -> Emu3Constraint:
         """Read a `prefix_allowed_tokens_fn` of `generate` as the layout of a picture.
 
         Raises:
@@ -73,11 +78,11 @@ class Emu3ImageModel(CachedDecoder):
     @classmethod
     def plan(
         cls,
-        model: Any,
+        model: Emu3ForConditionalGeneration,
         prompt: Prompt,
         *,
         guided: bool,
-        image_sizes: Any = None,
+        image_sizes: object = None,
         negative: Prompt | None = None,
         pixel_values: Tensor | None = None,
     ) -> tuple[Emu3ImageModel, ImagePrompt]:
@@ -105,7 +110,7 @@ class Emu3ImageModel(CachedDecoder):
 
     @staticmethod
     @torch.no_grad()
-    def pixels(model: Any, ids: Tensor, image_sizes: Any = None) -> Tensor:
+    def pixels(model: Emu3ForConditionalGeneration, ids: Tensor, image_sizes: object = None) -> Tensor:
         """Return pictures [B, 3, H, W] in [-1, 1] from the result of `output`; `image_sizes` as in `plan`."""
         height, width = one_size(image_sizes)
         picture = ids[:, -(height * (width + 1) + 3) :]

@@ -8,13 +8,12 @@ picture that was drawn: if it gives the same answers, the picture follows the la
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-AllowedTokens = Callable[[int, Tensor], Any]
+AllowedTokens = Callable[[int, Tensor], Sequence[int] | Tensor]
 
 
 class NoLayoutError(ValueError):
@@ -54,7 +53,8 @@ class Emu3Constraint:
     ) -> None:
         self._allowed, self._given = allowed, prompts.shape[1]
         self._image_ids, self._last = frozenset(image_ids), closing[-1]
-        self._all: Any = None  # the object that last stood for all image tokens, and its length
+        # The object that last stood for all image tokens, and its length.
+        self._all: tuple[object, int] | None = None
         made_up = torch.tensor(image_ids, device=prompts.device)
         noise = torch.Generator().manual_seed(0)
         self._steps: list[int | None] = []

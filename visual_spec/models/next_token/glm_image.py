@@ -122,7 +122,7 @@ class GlmImageStage(CachedDecoder):
         return torch.cat([ids, ids.new_full((len(ids), 1), self.model.config.image_end_token_id)], 1)
 
     @staticmethod
-    def pixels(model: Any, ids: Tensor) -> Tensor:
+    def pixels(model: object, ids: Tensor) -> Tensor:
         """Raise TypeError: this stage makes tokens for a diffusion stage, not pixels."""
         raise TypeError(
             "GLM-Image's tokens are no pixels yet: diffusers.GlmImagePipeline decodes them. Accelerate that pipeline "

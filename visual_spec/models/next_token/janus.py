@@ -7,7 +7,7 @@ no row ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -16,6 +16,9 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
+
+if TYPE_CHECKING:
+    from transformers import JanusForConditionalGeneration
 
 
 class JanusImageModel(CachedDecoder):
@@ -33,7 +36,7 @@ class JanusImageModel(CachedDecoder):
     guidance_scale = 5.0  # the default of `generate`
 
     @staticmethod
-    def asks_for_pictures(asked: Mapping[str, Any]) -> bool:
+    def asks_for_pictures(asked: Mapping[str, object]) -> bool:
         return asked.get("generation_mode", "text") == "image"
 
     def __init__(self, model: Any) -> None:
@@ -61,7 +64,9 @@ class JanusImageModel(CachedDecoder):
         return self.head(features)
 
     @classmethod
-    def plan(cls, model: Any, prompt: Prompt, *, guided: bool) -> tuple[JanusImageModel, ImagePrompt]:
+    def plan(
+        cls, model: JanusForConditionalGeneration, prompt: Prompt, *, guided: bool
+    ) -> tuple[JanusImageModel, ImagePrompt]:
         """Return the image model, and its condition.
 
         The unconditional prompt is `generate`'s: every token except the first and the image start becomes the padding
@@ -94,6 +99,6 @@ class JanusImageModel(CachedDecoder):
 
     @staticmethod
     @torch.no_grad()
-    def pixels(model: Any, ids: Tensor) -> Tensor:
+    def pixels(model: JanusForConditionalGeneration, ids: Tensor) -> Tensor:
         """Return pictures [B, 3, H, W] in [-1, 1] of image tokens [B, height * width]."""
         return rearrange(model.decode_image_tokens(ids), "b h w c -> b c h w").clamp(-1, 1)

@@ -70,13 +70,13 @@ def length_limits(decoder: nn.Module, table: nn.Module) -> Iterator[tuple[int, s
                 yield most, f"its rotary embedding ({kind}) changes for all places once a call reaches beyond"
 
 
-def strange_layers(config: Any) -> list[str]:
+def strange_layers(config: object) -> list[str]:
     """Return the kinds of attention layers whose masks are not known here."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return sorted(kind for kind in kinds - _LAYERS if kind.endswith("_attention"))
 
 
-def handled_window(config: Any) -> int | None:
+def handled_window(config: object) -> int | None:
     """The last places that layers of sliding attention see; None if there are no such layers."""
     kinds = getattr(config, "layer_types", None)
     if kinds and "sliding_attention" not in kinds:
@@ -87,7 +87,7 @@ def handled_window(config: Any) -> int | None:
 def _tables(decoder: nn.Module, table: nn.Module) -> Iterator[int]:
     """Yield the sizes of what may be tables of positions."""
     for part in decoder.modules():
-        ahead: Any = getattr(part, "offset", 0)
+        ahead = getattr(part, "offset", 0)
         if isinstance(part, nn.Embedding) and part is not table:
             yield part.num_embeddings - ahead
         yield from (buffer.shape[0] - ahead for buffer in part.buffers(recurse=False) if buffer.ndim == 2)
@@ -99,7 +99,7 @@ def _masks(decoder: nn.Module) -> set[int]:
     return {shape[-1] for shape in shapes if shape[-1] == shape[-2] and shape[:2].numel() == 1}
 
 
-def _configs(decoder: nn.Module) -> list[Any]:
+def _configs(decoder: nn.Module) -> list[object]:
     """The configurations of a decoder and of its parts, each once."""
     found = {
         id(config): config
@@ -109,7 +109,7 @@ def _configs(decoder: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _rotary(decoder: nn.Module, config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rotary(decoder: nn.Module, config: object) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rotary embeddings of a configuration that depend on the length of a call: kind and settings.
 
     What a module says about itself counts before its configuration: HunYuan's "dynamic" is a fixed one.
@@ -132,7 +132,7 @@ def _rotary(decoder: nn.Module, config: Any) -> Iterator[tuple[str, dict[str, An
                 yield "longrope" if kind == "su" else kind, one
 
 
-def local_window(decoder: Any) -> int | None:
+def local_window(decoder: nn.Module) -> int | None:
     """The window of layers of local attention that take the slots of a call for the last places of the cache (GPT-Neo);
     None if there are no such layers."""
     kinds = getattr(decoder.config, "attention_layers", None) or ()

@@ -270,7 +270,9 @@ class LlamaGenTransformer(SavedModel):
         prompt = self.prompt_of(condition, batch_size=batch_size)
         return self.run_prompt(prompt, guided=guided, window=window, side=side)
 
-    def prompt_of(self, condition: Any, *, batch_size: int, guided: bool = False) -> tuple[Tensor, ...]:
+    def prompt_of(
+        self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool = False
+    ) -> tuple[Tensor, ...]:
         """Check a condition, and return its tensors, see `PromptModel`; guidance makes no difference."""
         self.check_condition(condition, batch_size)
         return tensors_of(condition)

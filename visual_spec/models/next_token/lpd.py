@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, known_heads, loaded
 from visual_spec.models.core.settings import Count, register_to_config
 from visual_spec.models.next_token.llamagen import PRESETS as LLAMAGEN_PRESETS
@@ -126,7 +127,7 @@ _LPD = KeyLayout(
 )
 
 
-def name_of(checkpoint: Any) -> str:
+def name_of(checkpoint: Checkpoint) -> str:
     """Return what a file of LPD is called, by its width."""
     dim = checkpoint.weights["mask_token"].shape[-1]
     return f"LPD-{next((name for name, size in PRESETS.items() if size['dim'] == dim), f'of width {dim}')}"

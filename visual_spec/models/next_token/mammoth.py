@@ -13,7 +13,9 @@ Source: https://github.com/bytedance/mammothmoda (`mamoda2/`, for transformers 4
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +43,10 @@ def _of_image_tokens(moe_type: str, layer: int) -> bool:
 class _TwoExperts:
     """A decoder layer of transformers whose second feed-forward layer reads image tokens."""
 
-    self_attn: Any
-    mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)  # pyright: ignore[reportCallIssue]
@@ -69,7 +71,7 @@ class _Layer2_5(_TwoExperts, qwen2_5_vl.Qwen2_5_VLDecoderLayer): ...
 
 
 # By `llm_config.model_type`: the configuration and decoder of transformers, and our layer in it.
-_DECODERS: dict[str, tuple[Any, Any, Any]] = {
+_DECODERS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[_Layer3 | _Layer2_5]]] = {
     "mammothmoda2_qwen3_vl": (Qwen3VLTextConfig, qwen3_vl.Qwen3VLTextModel, _Layer3),
     "mammothmoda2_qwen2_5_vl": (Qwen2_5_VLTextConfig, qwen2_5_vl.Qwen2_5_VLTextModel, _Layer2_5),
 }
@@ -118,7 +120,7 @@ class MammothModa2(PreTrainedModel):
     `visual_token_end_id` and `eol_token_id`.
     """
 
-    generate_images: Any  # hung here by `accelerate`
+    generate_images: Callable[..., Tensor]  # hung here by `accelerate`
     config_class = MammothModa2Config
     _supports_sdpa = True
     _keys_to_ignore_on_load_unexpected = [r"^gen_", r"^llm_model\.model\.visual\.", r"^llm_model\.lm_head\."]
@@ -138,7 +140,7 @@ class MammothModa2(PreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: str | os.PathLike, *args: Any, **kwargs: Any) -> Self:
         """Read a release, see `PreTrainedModel.from_pretrained`."""
         model = super().from_pretrained(folder, *args, **kwargs)
         model.generation_config = GenerationConfig.from_pretrained(
@@ -154,7 +156,7 @@ class MammothModa2(PreTrainedModel):
         ar_height: int = 16,
         ar_width: int = 16,
         cfg_scale: float = 6.0,
-        **inputs: Any,
+        **inputs: object,
     ) -> tuple[Tensor, Tensor]:
         """Draw pictures as the official `generate` does, by the sampler of `visual_spec.accelerate`.
 
@@ -256,20 +258,20 @@ class MammothModa2Stage(CachedDecoder):
     def ids(self, tokens: Tensor) -> Tensor:
         return super().ids(tokens) + self.first_image_id
 
-    def of_prompt(self, ids: Tensor) -> dict[str, Any]:
+    def of_prompt(self, ids: Tensor) -> dict[str, Tensor]:
         return {"gen_token_mask": ids >= self.first_image_id}
 
     @classmethod
     def plan(
         cls,
-        model: Any,
+        model: MammothModa2,
         prompt: Prompt,
         *,
         guided: bool,
         ar_height: int = 16,
         ar_width: int = 16,
         pixel_values: Tensor | None = None,
-        gen_pixel_values: Any = None,
+        gen_pixel_values: Tensor | None = None,
         negative_ids: Tensor | None = None,
         negative_mask: Tensor | None = None,
     ) -> tuple[MammothModa2Stage, ImagePrompt]:
@@ -307,11 +309,11 @@ class MammothModa2Stage(CachedDecoder):
         return torch.cat([condition.prompt.ids.to(tokens.device), self.sequence(tokens)], 1)
 
     @staticmethod
-    def asks_for_pictures(asked: Any) -> bool:
+    def asks_for_pictures(asked: Mapping[str, object]) -> bool:
         return False  # `MammothModa2.generate` calls `generate_images` itself
 
     @staticmethod
-    def pixels(model: Any, ids: Tensor) -> Tensor:
+    def pixels(model: object, ids: Tensor) -> Tensor:
         """Raise TypeError: this stage makes tokens for a diffusion stage, not pixels."""
         raise TypeError(
             "MammothModa2's tokens are no pixels yet: its diffusion stage makes them (`decode_diffusion_image` of the "

@@ -88,7 +88,7 @@ class PositionModel(SavedModel):
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Return embeddings `[R, N, dim]` of tokens `[R, N]`."""
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse what are no labels; errors as in `check_labels`."""
         check_labels(condition, batch_size, self.config["num_classes"])
 

@@ -61,7 +61,7 @@ class SpeechLanguageModel(CachedDecoder):
         self,
         decoder: nn.Module,
         table: nn.Module,
-        head: Any,
+        head: nn.Linear,
         prompt: Tensor,
         text: Tensor,
         *,
@@ -90,7 +90,7 @@ class SpeechLanguageModel(CachedDecoder):
         )
 
     def _picture_forward(
-        self, state: Any, embeddings: Tensor, offsets: Tensor, *args: Any, **settings: Any
+        self, state: SpeechCodeState, embeddings: Tensor, offsets: Tensor, *args: Any, **settings: Any
     ) -> Tensor:
         if state.beside is not None:
             places = offsets.clamp_max(state.beside.shape[1] - 1)[..., None]
