@@ -184,7 +184,7 @@ def _head_step_op(
 
 
 @_head_step_op.register_fake
-def _head_step_outputs(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _head_step_outputs(x: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
 
 

@@ -56,7 +56,7 @@ def nowhere(where: Tensor) -> bool:
     return on_host(where) and not where.any()
 
 
-def compiled(kernel: Any) -> bool:
+def compiled(kernel: object) -> bool:
     """Return False for a kernel of Triton's interpreter, which tracers need not see."""
     return triton is not None and isinstance(kernel, triton.JITFunction)
 
@@ -77,7 +77,7 @@ def launcher(kernel: Any) -> Any:
     return wrap_triton(kernel) if compiled(kernel) else kernel
 
 
-def early_launch(kernel: Any, wanted: bool, device: torch.device) -> dict[str, Any]:
+def early_launch(kernel: object, wanted: bool, device: torch.device) -> dict[str, bool]:
     """Return the arguments of a kernel that calls `wait_for_others`: early where wanted, the device can, and no tracer
     takes the launch, which would lose that it is early.
     """
@@ -85,7 +85,7 @@ def early_launch(kernel: Any, wanted: bool, device: torch.device) -> dict[str, A
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
 
-def most_registers(kernel: Any, count: int) -> dict[str, int]:
+def most_registers(kernel: object, count: int) -> dict[str, int]:
     """Return the arguments of a kernel whose threads may take so many registers, where the assembler would give fewer
     and spill. Tracers do not know how to ask for more.
     """

@@ -8,7 +8,6 @@ also sums the mass, and needs one extra pass for the largest logit.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ def _masked_sample_op(
 
 @_masked_sample_op.register_fake
 def _masked_sample_outputs(
-    logits: Tensor, keys: Tensor, slots: Tensor, *_: Any
+    logits: Tensor, keys: Tensor, slots: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = partial(torch.empty_like, slots)
     return like(), like(dtype=torch.float32), like(dtype=torch.float32), like(dtype=torch.bool)

@@ -14,8 +14,6 @@ that tie with another token, a gap, a distance or a limit to within float32 roun
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -39,12 +37,12 @@ def check_laws(target: Tensor, draft_law: Tensor, drafts: Tensor) -> None:
         )
 
 
-def one_a_draft(target: Tensor, draft_law: Tensor, drafts: Tensor, *_: Any) -> Tensor:
+def one_a_draft(target: Tensor, draft_law: Tensor, drafts: Tensor, *_: object) -> Tensor:
     """Return an empty output of the kernels, float32 [B, N]."""
     return drafts.new_empty(drafts.shape, dtype=torch.float32)
 
 
-def law_rows(target: Tensor, draft_law: Tensor) -> tuple[Any, ...]:
+def law_rows(target: Tensor, draft_law: Tensor) -> tuple[Tensor | int, ...]:
     """Return the laws, the drafts of a sample, and the strides between samples and between drafts of either law.
 
     Samplers test all positions of a window except the last, or every K-th: such slices are not copied.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ def _verify_op(
 @_verify_op.register_fake
 def _verify_outputs(
     logits: Tensor, drafts: Tensor, stored_laws: Tensor, draft_laws: Tensor, keys: Tensor, slots: Tensor,
-    round: Tensor, draw_round: Tensor, accept_stream: int, residual_stream: int, draw_stream: int, *_: Any,
+    round: Tensor, draw_round: Tensor, accept_stream: int, residual_stream: int, draw_stream: int, *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = partial(torch.empty_like, slots)
     laws = slots.new_empty(*slots.shape, logits.shape[-1], dtype=torch.float32)

@@ -53,7 +53,7 @@ _READERS = {
     "transformer_lm_magnet": ("MAGNeT", "AudioPipeline.from_magnet(folder, text_encoder, tokenizer)"),
 }
 # Settings of all of them.
-_COMMON: dict[str, tuple[Any, ...]] = {
+_COMMON: dict[str, tuple[object, ...]] = {
     "transformer_lm.norm_first": (True,),
     "transformer_lm.activation": ("gelu",),
     "transformer_lm.norm": ("layer_norm",),
@@ -76,7 +76,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 def load_language_model(
     source: str | os.PathLike,
     kind: str,
-    allowed: Mapping[str, tuple[Any, ...]],
+    allowed: Mapping[str, tuple[object, ...]],
     *,
     dtype: torch.dtype | None,
     num_heads: int | None = None,
@@ -182,7 +182,7 @@ def unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSetting
 
 
 def _language_model(
-    path: Path, name: str, weights: Mapping[str, Tensor], num_heads: Any, num_layers: Any
+    path: Path, name: str, weights: Mapping[str, Tensor], num_heads: Any, num_layers: object
 ) -> tuple[MusicgenForCausalLM, str]:
     """The model that the sizes of weights make, on the meta device, and what to call it in errors."""
     table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")

@@ -17,14 +17,14 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 class TrainingSettings:
     """The settings of a training run in a file, by dotted names."""
 
-    def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, tree: Mapping[str, object]) -> None:
         self.path, self.tree = path, tree
 
-    def __call__(self, name: str, default: Any = None) -> Any:
+    def __call__(self, name: str, default: object = None) -> Any:
         """Return a setting; follows references to other settings, "${other.name}"."""
         return self._look_up(name, default, 0)
 
-    def of_kind(self, kind: Any, name: str, default: Any, within: Within = Within()) -> Any:  # noqa: B008
+    def of_kind(self, kind: type, name: str, default: object, within: Within = Within()) -> Any:  # noqa: B008
         """Return a setting as a bool, int, float or str, or as a list of integers (`list`).
 
         Raises:
@@ -39,7 +39,7 @@ class TrainingSettings:
                 "the file as it was exported."
             ) from error
 
-    def refuse_others(self, allowed: Mapping[str, Iterable[Any]]) -> None:
+    def refuse_others(self, allowed: Mapping[str, Iterable[object]]) -> None:
         """Refuse settings that change the meaning of the weights. Missing settings have their usual values."""
         nothing = object()
         stated = {name: self(name, nothing) for name in allowed}
@@ -54,12 +54,12 @@ class TrainingSettings:
                 "official checkpoints do without."
             )
 
-    def _look_up(self, name: str, default: Any, depth: int) -> Any:
+    def _look_up(self, name: str, default: object, depth: int) -> object:
         if depth > 20:
             raise ValueError(
                 f"{self.path} has settings (xp.cfg) that refer to each other in a circle, at {name}."
             )
-        value: Any = self.tree
+        value: object = self.tree
         for part in name.split("."):
             if isinstance(value, str) and (other := _REFERENCE.fullmatch(value)):
                 value = self._look_up(other[1], {}, depth + 1)
@@ -71,7 +71,7 @@ class TrainingSettings:
         return value
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a setting for an error message, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
@@ -80,13 +80,13 @@ def shown(value: Any) -> str:
 class _NoAliases(yaml.SafeLoader):
     """Refuses aliases: with them a few lines can stand for an endless tree, and audiocraft writes none."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it holds an alias (*name)")
         return super().compose_node(parent, index)
 
 
-def read_settings(path: Path, held: Any) -> TrainingSettings:
+def read_settings(path: Path, held: object) -> TrainingSettings:
     """Return the settings of a training run, from YAML or a mapping.
 
     Args:

@@ -34,10 +34,10 @@ class DepthCache:
         self.places = places
         self.position = 0
         # One pair for each layer, batch size, type and device: recorded frames know them by address.
-        self._buffers: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *args: Any, **settings: Any
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **settings: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, heads, n, d] at the position, and return all up to there."""
         place = (layer, len(keys), keys.dtype, keys.device)
@@ -86,7 +86,7 @@ class DepthDecoder:
         """The logits [B, n, V] of the steps from `first`, by last hidden states [B, n, C]."""
         raise NotImplementedError
 
-    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, object]:
         """Return what layers read beside hidden states of the positions from `start` to `end`."""
         return {}
 
@@ -147,9 +147,9 @@ class _Rotary(DepthDecoder):
         super().__init__(model, inner.layers, inner.norm, codes - 1, model.config.vocab_size)
         self.rotary = inner.rotary_emb
         # Cosines, sines and positions of a frame, by type and device: the same for all frames.
-        self._tables: dict[Any, tuple[Tensor, ...]] = {}
+        self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, ...]] = {}
 
-    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, object]:
         key = read.dtype, read.device
         if key not in self._tables:
             places = torch.arange(self.cache.places, device=read.device)[None]
@@ -202,7 +202,7 @@ class MoshiDepth(DepthDecoder):
         weight = self.model.lm_heads.weight[first : first + hidden.shape[1]]
         return torch.einsum("bnc,nvc->bnv", hidden, weight)
 
-    def tables(self, read: Tensor, start: int, end: int) -> dict[str, Any]:
+    def tables(self, read: Tensor, start: int, end: int) -> dict[str, object]:
         places = torch.arange(start, end, device=read.device)
         return dict(codebook_idx=places, position_ids=places[None])
 

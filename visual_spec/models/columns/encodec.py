@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers.models.encodec.modeling_encodec import EncodecConv1d
+from transformers.models.encodec.modeling_encodec import EncodecConv1d, EncodecModel
 
 from visual_spec.models.core.offload import at_hand, decodes
 from visual_spec.models.core.protocol import check_ids
 
 
-def check_codec(codec: Any) -> None:
+def check_codec(codec: EncodecModel) -> None:
     """Refuse a codec that cuts clips into chunks, or scales or normalises them over time (the 48 kHz EnCodec)."""
     config = codec.config
     wanted = {"normalize": False, "chunk_length_s": None, "norm_type": "weight_norm"}

@@ -100,7 +100,7 @@ def load_musicgen(
     return model.eval(), duration
 
 
-def _joined(projection: Any, **parts: Any) -> Any:
+def _joined(projection: torch.nn.Module, **parts: Any) -> MusicgenForConditionalGeneration:
     """An empty model that gets our parts: made of them, it would initialise their weights again."""
     with torch.device("meta"):
         model: Any = MusicgenForConditionalGeneration(

@@ -7,7 +7,7 @@ mean of every latent channel over the picture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class BinaryAutoencoder(SavedModel):
         norm_num_groups: Count = 32,
     ):
         super().__init__()
-        sizes: Any = latent_channels, tuple(block_out_channels), layers_per_block, norm_num_groups
+        sizes = latent_channels, tuple(block_out_channels), layers_per_block, norm_num_groups
         self.encoder, self.decoder = BinaryEncoder(*sizes), BinaryDecoder(*sizes)
 
     def encode(self, pictures: Tensor) -> AutoencoderKLOutput:
@@ -160,7 +160,7 @@ def load_binary_autoencoder(source: Given, *, dtype: torch.dtype | None = None) 
         if key not in weights:
             raise ValueError(f"{name} lacks {key}; pass the official file.")
         widths.append(weights[key].shape[0])
-    config: Mapping[str, Any] = {
+    config = {
         "latent_channels": latent,
         "block_out_channels": widths,
         "layers_per_block": count_parts(weights, "encoder.down.0.block."),

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -235,7 +234,7 @@ _BITDANCE = KeyLayout(
 )
 
 
-def unpack_bitdance(path: Path, content: Any) -> Checkpoint | None:
+def unpack_bitdance(path: Path, content: object) -> Checkpoint | None:
     """The averaged weights in the content of a file of BitDance, or the others where there are none; None of others."""
     for container in ("ema", "model"):
         weights = content.get(container) if isinstance(content, Mapping) else None
@@ -244,12 +243,12 @@ def unpack_bitdance(path: Path, content: Any) -> Checkpoint | None:
     return None
 
 
-def is_bitdance(weights: Mapping[str, Any]) -> bool:
+def is_bitdance(weights: Mapping[str, object]) -> bool:
     """Return whether these keys are of a BitDance of classes."""
     return {"pos_for_diff.weight", "head.net.input_proj.weight", "cls_embedding.weight"} <= weights.keys()
 
 
-def name_of(checkpoint: Any) -> str:
+def name_of(checkpoint: Checkpoint) -> str:
     """Return what a file of BitDance is called, by its width and the tokens of a call."""
     weights = checkpoint.weights
     dim, queries = weights["pos_for_diff.weight"].shape[1], weights.get("query_token")

@@ -120,7 +120,7 @@ class BinaryHeadBlock(nn.Module):
         if several:
             self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), BinaryHeadAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp: Any = GatedLayer(width, width)
+        self.mlp: nn.Module = GatedLayer(width, width)
         if not gated:
             self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width))
 

@@ -192,7 +192,7 @@ class BitDanceTextTransformer(SavedModel):
         """The decoder's output [R, N, dim] of `fed [R, N, dim]`, cached at places [R, N]; bool `seen [R, N, S]`."""
         cache.at(places, seen.shape[-1])
         mask = attention_mask(seen[:, None], fed, self.trunk.config._attn_implementation or "sdpa")
-        inputs: dict[str, Any] = dict(inputs_embeds=fed, position_ids=positions, attention_mask=mask)
+        inputs: dict[str, object] = dict(inputs_embeds=fed, position_ids=positions, attention_mask=mask)
         inputs[cache_argument(self.trunk)] = cache
         return self.trunk(**inputs, use_cache=True).last_hidden_state
 

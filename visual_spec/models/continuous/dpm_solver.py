@@ -107,7 +107,7 @@ def _read_step(probe: Any, time: Tensor) -> SolverStep:
     ]  # oldest first; the step drops the first and appends its own
     factors: list[float] = []
 
-    def convert(output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def convert(output: Tensor, *args: object, **kwargs: object) -> Tensor:
         pair = torch.eye(2, dtype=torch.float64)
         factors.extend(type(probe).convert_model_output(probe, pair[1], sample=pair[0]).tolist())
         return units[1]

@@ -35,7 +35,7 @@ class JoinedCache(Cache):
         super().__init__(layers=[_JoinedLayer(list(of_layer)) for of_layer in parts])
 
     @staticmethod
-    def joinable(cache: Any) -> bool:
+    def joinable(cache: object) -> bool:
         """Return whether a cache is dynamic, and keeps every place of every layer."""
         return (
             type(cache) is DynamicCache
@@ -112,7 +112,7 @@ class _JoinedLayer(CacheLayerMixin):
         part.keys, part.values = self.views[number] = view
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write [n B, H, 1, D] after what each row holds. Returns what is read, [n B, H, size, D]."""
         assert self.keys is not None and self.values is not None
@@ -132,13 +132,13 @@ class _JoinedLayer(CacheLayerMixin):
         self.keys = self.values = None
         self.views = [None] * len(self.parts)
 
-    def lazy_initialization(self, *args: Any) -> None:
+    def lazy_initialization(self, *args: object) -> None:
         """Nothing: memory comes with `begin`."""
 
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, *args: object, **kwargs: object) -> tuple[int, int]:
         return self.size, 0
 
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, *args: object, **kwargs: object) -> int:
         return self.size - 1
 
     def get_max_length(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 # Of each kind of head: how many numbers it returns for each number of a token, and what makes its chain.
-HEADS: dict[str, tuple[int, Any]] = {
+HEADS: dict[str, tuple[int, Callable[..., DiffusionSchedule | FlowSchedule]]] = {
     "noise": (2, DiffusionSchedule),  # the official one
     "velocity": (2, partial(DiffusionSchedule, velocity=True)),
     "flow": (1, FlowSchedule),

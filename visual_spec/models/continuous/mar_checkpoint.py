@@ -29,7 +29,7 @@ _MAR = KeyLayout(
 )
 
 
-def unpack_mar(path: Path, content: Any) -> Checkpoint | None:
+def unpack_mar(path: Path, content: object) -> Checkpoint | None:
     """The averaged weights in the content of a file of MAR; None: it holds none."""
     averaged = content.get("model_ema") if isinstance(content, Mapping) else None
     return _MAR.contained(path, content) if isinstance(averaged, Mapping) and is_mar(averaged) else None
@@ -93,7 +93,7 @@ def load_kl16_checkpoint(source: Given, *, dtype: torch.dtype | None = None, **c
     return loaded(AutoencoderKL, settings, weights, name, what="KL-16", dtype=dtype)
 
 
-def is_mar(weights: Mapping[str, Any]) -> bool:
+def is_mar(weights: Mapping[str, object]) -> bool:
     """Return whether these keys are of a MAR. FlowAR's have the same trunk, and another head."""
     return "diffusion_pos_embed_learned" in weights and "flownet.input_proj.weight" not in weights
 

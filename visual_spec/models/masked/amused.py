@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.autoencoders.vq_model import VQModel
@@ -22,6 +22,9 @@ from torch import Tensor
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import decodes
 from visual_spec.models.core.protocol import TokenGrid, wide
+
+if TYPE_CHECKING:
+    from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 AESTHETIC_SCORE = 6.0
 
@@ -45,7 +48,10 @@ class ClipCondition:
 
 @torch.no_grad()
 def clip_condition(
-    text_encoder: Any, tokenizer: Any, prompts: Sequence[str], negative_prompt: str = ""
+    text_encoder: CLIPTextModelWithProjection,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    negative_prompt: str = "",
 ) -> ClipCondition:
     """Encode prompts as aMUSEd was trained.
 
@@ -153,7 +159,7 @@ class AmusedVQModel(VQModel):
 
     @torch.no_grad()
     def encode_tokens(self, images: Tensor) -> Tensor:
-        output: Any = self.encode((images + 1) / 2)  # it was trained on pictures in [0, 1]
+        output = self.encode((images + 1) / 2)  # it was trained on pictures in [0, 1]
         return self.quantize(output.latents)[2][2].reshape(len(images), -1)
 
     @torch.no_grad()

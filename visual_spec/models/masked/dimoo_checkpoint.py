@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -49,7 +48,7 @@ def load_dimoo(
     folder = Path(folder)
     said = read_settings(folder / "config.json")
     others = {key: said.get(key) for key, value in _LAYERS.items() if said.get(key, value) != value}
-    heads: Any = said.get("n_heads")
+    heads = said.get("n_heads")
     if others or not isinstance(heads, int) or said.get("n_kv_heads") not in (None, heads):
         raise ValueError(
             f"{folder}/config.json says {others or said.get('n_kv_heads')} of {heads} heads; Lumina-DiMOO has "

@@ -8,7 +8,7 @@ hidden token. In training the encoder also leaves out hidden tokens; generation 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -249,7 +249,7 @@ def load_mage_checkpoint(
     table, decoder = weights["token_emb.word_embeddings.weight"], weights["decoder_embed.weight"]
     places = weights["decoder_pos_embed_learned"]
     dim, layers = table.shape[1], count_parts(weights, "blocks.")
-    config: dict[str, Any] = dict(
+    config = dict(
         vocab_size=len(table) - num_classes - 1,
         dim=dim,
         num_layers=layers,

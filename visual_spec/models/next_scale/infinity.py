@@ -232,7 +232,7 @@ class InfinityTransformer(ScaleTransformer):
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse what are no caption features, or captions without words or with too many."""
         if not isinstance(condition, TextCondition):
             raise TypeError(
@@ -306,7 +306,7 @@ class InfinityTransformer(ScaleTransformer):
 
     def read(
         self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, object]]:
         """See `ScaleTransformer.read`. Negative captions replace the null caption in the unconditional rows."""
         pooled, words, mask = self.embed_condition(condition, guided=guided, dropped=dropped)
         text = [block.ca.read(words) for block in self._layers]

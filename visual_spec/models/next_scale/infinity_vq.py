@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -179,7 +178,7 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def load_infinity_vq_checkpoint(
-    source: Given, *, dtype: torch.dtype | None = None, **config: Any
+    source: Given, *, dtype: torch.dtype | None = None, **config: object
 ) -> BitwiseVQModel:
     """Return the tokenizer of an official file: `infinity_vae_d32reg.pth` or `infinity_vae_d56_f8_14_patchify.pth`.
 

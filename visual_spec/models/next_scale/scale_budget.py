@@ -150,7 +150,7 @@ class ScaleBudget:
             tuple(tuple(row) for row in values.get("drafters", ())),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain lists, for JSON."""
         return {
             "scales": list(self.scales),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Mlp
+from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.core.layouts import Given, KeyLayout, count_parts, loaded
 from visual_spec.models.core.protocol import check_heads, check_labels
 from visual_spec.models.core.settings import Count, register_to_config
@@ -147,7 +148,7 @@ class VARTransformer(ScaleTransformer):
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse a condition that does not fit this model; errors as in `check_labels`."""
         check_labels(condition, batch_size, self.config["num_classes"])
 
@@ -172,7 +173,7 @@ class VARTransformer(ScaleTransformer):
 
     def read(
         self, condition: Tensor, *, guided: bool = False, dropped: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, object]]:
         """See `ScaleTransformer.read`. `condition`: labels `[B]`."""
         return self.embed_condition(condition, guided=guided, dropped=dropped), {}
 
@@ -205,7 +206,7 @@ def is_var(weights: Mapping[str, Tensor]) -> bool:
     return "pos_1LC" in weights and weights["pos_1LC"].ndim == 3
 
 
-def name_of(checkpoint: Any) -> str:
+def name_of(checkpoint: Checkpoint) -> str:
     """Return what a file of VAR is called, as `read_checkpoint` reads it, by its depth."""
     return f"VAR-d{count_parts(checkpoint.weights, 'blocks.')}"
 
@@ -265,7 +266,7 @@ def zero_biases(model: Any) -> dict[str, Tensor]:
     return {f"blocks.{index}.attn.zero_k_bias": zero for index in range(len(model.blocks))}
 
 
-def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sizes of a VAR or a FlexVAR, without its scales."""
     return {
         "vocab_size": weights["head.weight"].shape[0],

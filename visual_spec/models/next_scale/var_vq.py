@@ -177,7 +177,7 @@ class MultiscaleVQModel(MultiscaleTokenizer):
 
 
 def load_var_vq_checkpoint(
-    path: str | os.PathLike, *, dtype: torch.dtype | None = None, **config: Any
+    path: str | os.PathLike, *, dtype: torch.dtype | None = None, **config: object
 ) -> MultiscaleVQModel:
     """Return the tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
 

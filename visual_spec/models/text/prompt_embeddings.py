@@ -38,7 +38,7 @@ class PromptEmbeddings(SavedModel):
         super().__init__()
         self.table = nn.Embedding(num_words, dim)
 
-    def with_tokenizer(self, tokenizer: Any) -> Self:
+    def with_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> Self:
         """Read texts by this tokenizer from now on. Returns the model.
 
         Raises:

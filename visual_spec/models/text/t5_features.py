@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -26,6 +26,9 @@ from visual_spec.models.core.saved import check_there
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import warn_cut
 from visual_spec.models.text.captions import clean_caption
+
+if TYPE_CHECKING:
+    from transformers import T5EncoderModel
 
 MAX_TOKENS = 120  # prefix length of the official text-conditional models
 
@@ -50,7 +53,7 @@ class T5Features(ModelMixin, ConfigMixin):
 
     def __init__(
         self,
-        encoder: Any,
+        encoder: T5EncoderModel,
         tokenizer: Any,
         max_words: int = MAX_TOKENS,
         cache_folder: str | os.PathLike | None = None,
@@ -61,7 +64,7 @@ class T5Features(ModelMixin, ConfigMixin):
         self.tokenizer = tokenizer
         self.cache_folder = None if cache_folder is None else Path(cache_folder)
         self.register_to_config(max_words=max_words, clean=clean)
-        self._fingerprint: tuple[Any, str] | None = None  # of the weights as they were
+        self._fingerprint: tuple[object, str] | None = None  # of the weights as they were
 
     # -- loading and saving --------------------------------------------------------------------------------------------
 

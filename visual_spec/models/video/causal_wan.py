@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -27,6 +27,9 @@ from visual_spec.models.video.frame_cache import (
     RollingWindow,
     SinkWindow,
 )
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.transformer_wan import WanAttention
 
 
 class Rotary:
@@ -132,18 +135,18 @@ class CausalProcessor:
         self._attention_backend = getattr(plain, "_attention_backend", None)
         self._parallel_config = getattr(plain, "_parallel_config", None)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles of a transformer have plain processors."""
         return copy.copy, (self.plain,)
 
     def __call__(
         self,
-        attn: Any,
+        attn: WanAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
-        **kwargs: Any,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **kwargs: object,
     ) -> Tensor:
         call = self.call
         if call is None:
