@@ -180,4 +180,5 @@ def test_what_cannot_be_decoded_is_refused():
     with pytest.raises(ValueError, match="2 codebooks"):
         SelfSpeculativeMaskedSampler()(two, None, law=PLAIN, causal_layer=layer)
     with pytest.raises(ValueError, match="MagnetModel"):
-        SelfSpeculativeMaskedSampler()(torch.nn.Linear(1, 1), None, law=PLAIN, causal_layer=layer)
+        wrong: Any = torch.nn.Linear(1, 1)
+        SelfSpeculativeMaskedSampler()(wrong, None, law=PLAIN, causal_layer=layer)

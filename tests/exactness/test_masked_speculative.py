@@ -120,4 +120,5 @@ def test_what_cannot_be_decoded_is_refused():
     with pytest.raises(ValueError, match="2 codebooks"):
         SpeculativeMaskedSampler()(TabularMaskedModel(TokenGrid(1, 2, codebooks=2), 2), None, law=PLAIN)
     with pytest.raises(ValueError, match="MagnetModel"):
-        SpeculativeMaskedSampler()(torch.nn.Linear(1, 1), None, law=PLAIN)
+        wrong: Any = torch.nn.Linear(1, 1)
+        SpeculativeMaskedSampler()(wrong, None, law=PLAIN)

@@ -170,11 +170,12 @@ def test_a_callback_ends_the_decode():
 
 
 def test_other_models_and_requests_are_refused():
-    pictures = TabularMaskedModel(TokenGrid(1, 3), 2)
+    pictures: Any = TabularMaskedModel(TokenGrid(1, 3), 2)
+    frames: Any = model_of()
     with pytest.raises(ValueError, match="TabularMaskedModel"):
         FrameMaskedSampler()(pictures, None, law=TokenLaw())
     with pytest.raises(ValueError, match="use FrameMaskedSampler"):
-        MaskedSampler()(model_of(), None, law=TokenLaw())
+        MaskedSampler()(frames, None, law=TokenLaw())
     with pytest.raises(ValueError, match="guidance_until"):
         draw(FrameMaskedSampler(), model_of(), law=TokenLaw(guidance_scale=2.0, guidance_until=3))
     with pytest.raises(ValueError, match=r"pass int64 \(2, 24\)"):

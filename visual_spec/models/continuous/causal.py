@@ -74,6 +74,7 @@ class CausalContinuousTransformer(SavedModel):
 
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
+    places: Tensor
 
     stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train mar --eight-bits`
 

@@ -98,10 +98,14 @@ class ContinuousModel(Protocol):
 
     Attributes:
         token_dim: d.
+        dtype: of the tokens that it is fed.
         chain: how it draws a token by default.
     """
 
     token_dim: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def grid(self) -> TokenGrid: ...
@@ -125,7 +129,8 @@ class CausalContinuousModel(ContinuousModel, Protocol):
     what the unconditional rows draw there is set as `first` [B, d] of the state, to be fed to them at slot 0.
     """
 
-    places: Tensor
+    @property
+    def places(self) -> Tensor: ...
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
         """Run the condition, and allocate the cache.
@@ -162,6 +167,9 @@ class MaskedContinuousModel(ContinuousModel, Protocol):
             room: the most known tokens of a row, where the caller knows it.
         """
         ...
+
+
+AnyContinuousModel = CausalContinuousModel | MaskedContinuousModel
 
 
 class FlowNetwork(Protocol):

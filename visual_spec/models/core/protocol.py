@@ -157,7 +157,7 @@ class NextTokenModel(Protocol):
         """
         ...
 
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, /) -> Tensor:
         """Feed tokens and score the slots that follow them.
 
         The cache is written by slot: feeding another token at a slot undoes a rejected one, and each row advances at
@@ -518,22 +518,13 @@ class ScaleModel(Protocol):
 # each other given the earlier columns.
 
 
-class ColumnModel(Protocol):
+class ColumnModel(NextTokenModel, Protocol):
     """A model that predicts the next column of K tokens.
 
     A slot is a step of the pattern, without the initial empty step, which belongs to the prefill. An entry without a
-    token is forced: samplers put `special_id` there, ignore its logits, and feed it like any other token.
+    token is forced: samplers put `special_id` there, ignore its logits, and feed it like any other token. The grid has
+    height 1, width S (steps) and K codebooks; `vocab_size` is V, of one codebook, without the special token.
     """
-
-    @property
-    def grid(self) -> TokenGrid:
-        """height 1, width S (steps), codebooks K."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V, of one codebook, without the special token."""
-        ...
 
     @property
     def valid(self) -> Tensor:
@@ -549,7 +540,7 @@ class ColumnModel(Protocol):
         """As `NextTokenModel.prefill`, except that the state's logits are [R, K, V]; they predict step 0."""
         ...
 
-    def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
+    def __call__(self, state: Any, tokens: Tensor, steps: Tensor, /) -> Tensor:
         """Feed columns and score the steps that follow them.
 
         The cache is written by step, as a `NextTokenModel`'s by slot: feeding another column at a step undoes a

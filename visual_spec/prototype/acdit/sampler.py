@@ -69,7 +69,7 @@ class BlockState(State):
     predictions: list[Tensor]
 
 
-class BlockDiffusionSampler(VectorSampler):
+class BlockDiffusionSampler(VectorSampler[BlockModel, BlockState]):
     """Draws block after block by the model's solver.
 
     Args:

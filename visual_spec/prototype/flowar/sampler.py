@@ -75,7 +75,7 @@ class FlowScaleState:
         return torch.full(self.tokens.shape[:2], len(self.levels) - 1)
 
 
-class FlowScaleSampler(VectorSampler):
+class FlowScaleSampler(VectorSampler[FlowScaleModel, FlowScaleState]):
     """Draws the maps of a `FlowScaleModel`, coarse to fine.
 
     Args:

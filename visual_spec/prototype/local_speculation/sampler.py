@@ -65,7 +65,7 @@ class LocalSpeculationState(State):
     open: Tensor
 
 
-class MultiscaleSampler(Sampler):
+class MultiscaleSampler(Sampler[NextTokenModel, LocalSpeculationState]):
     """Draft every token from a low-resolution picture; verify all in one call, then again around refused slots.
 
     Args:
@@ -107,7 +107,7 @@ class MultiscaleSampler(Sampler):
         """Whether the pool needs nearest codes."""
         return self.config["pool"] > 1
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: NextTokenModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         drafter, codebook = parts.get("drafter"), parts.get("codebook")
         name = type(self).__name__

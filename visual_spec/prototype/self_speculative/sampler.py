@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.masked_protocol import MaskedState
+from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import Acceptance, check_guided, check_returned
@@ -104,7 +104,7 @@ class SelfSpeculativeState(State):
     group: Group | None = None
 
 
-class SelfSpeculativeMaskedSampler(Sampler):
+class SelfSpeculativeMaskedSampler(Sampler[MaskedModel, SelfSpeculativeState]):
     """Decodes a masked model in groups, each from the joint law of a causal layer.
 
     Args:
@@ -136,7 +136,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: MaskedModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law)
         _check_causal_layer(model, parts.get("causal_layer"))
 

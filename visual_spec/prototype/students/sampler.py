@@ -71,7 +71,7 @@ class StudentState(State):
     ids: Tensor
 
 
-class DistilledSampler(Sampler):
+class DistilledSampler(Sampler[DistilledModel, StudentState]):
     """Draws all slots at once, each from its own noise.
 
     Args:
@@ -107,7 +107,7 @@ class DistilledSampler(Sampler):
     def needs_codebook(self) -> bool:
         return True
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: DistilledModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         wanted, codebook = (model.vocab_size, model.token_dim), parts.get("codebook")
         if codebook is None or tuple(codebook.shape) != wanted:
             given = "none" if codebook is None else f"one of shape {tuple(codebook.shape)}"

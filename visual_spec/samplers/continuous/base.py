@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.continuous import ChainSettings, ContinuousModel
+from visual_spec.models.core.continuous import AnyContinuousModel, ChainSettings
 from visual_spec.models.core.orders import check_order
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.continuous import conditions
@@ -18,7 +18,7 @@ from visual_spec.samplers.continuous.head_loop import HeadLoop
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER, UNCONDITIONAL
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import ModelT, Run, State, StateT
 from visual_spec.samplers.core.trace import LOSSY, DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")
@@ -86,6 +86,8 @@ class ContinuousState(State):
         setattr(self, name, getattr(self, name) + torch.where(self.lengths < num_tokens, calls, 0))
 
 
+ContinuousT = TypeVar("ContinuousT", bound=ContinuousState)
+
 # Settings that are part of the law: a sampler is lossless with respect to plain decoding with the same ones. `Order`:
 # of a masked model. `Guidance`: "linear" grows with the share of slots that are filled, as published. The last three
 # are of the chain of a token (`ChainSettings`).
@@ -97,7 +99,7 @@ Eta = Annotated[float | None, Within(0, 1, none=_OWN)]
 FinalNoise = Annotated[float | None, Within(0, none=_OWN)]
 
 
-class VectorSampler(Sampler):
+class VectorSampler(Sampler[ModelT, StateT]):
     """The base of samplers whose tokens are vectors. `run.tables["places"]`, long [B, >= L], is where the slots stand
     on the grid; without it they stand in raster order.
     """
@@ -106,7 +108,13 @@ class VectorSampler(Sampler):
         "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
     )
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(
+        self,
+        model: AnyContinuousModel,
+        law: TokenLaw,
+        batch_size: int,
+        parts: dict[str, Any],
+    ) -> None:
         off = TokenLaw()
         for name in ("top_k", "top_p", "allowed", "guidance_until"):
             if getattr(law, name) != getattr(off, name):
@@ -122,13 +130,13 @@ class VectorSampler(Sampler):
         asked: dict[str, Any] = dict(batch_size=run.batch_size, guided=run.guided, window=run.window)
         return conditions.begin(run.model, run.condition, **asked)
 
-    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+    def measure(self, run: Run, state: State, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         meter = getattr(state, "meter", None)
         if meter is None or not meter.tested.any():
             return None, None
         return meter.mean(), meter.moved.cpu()
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run, state: State, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         """Tokens float [B, L, d] in raster order, whatever the order of decoding.
 
         Raises:
@@ -147,7 +155,7 @@ class VectorSampler(Sampler):
         return DecodeTrace(**trace)
 
 
-class ContinuousTokenSampler(VectorSampler):
+class ContinuousTokenSampler(VectorSampler[AnyContinuousModel, ContinuousT]):
     """The base of samplers of continuous tokens. The constructors of its methods declare the settings of the law.
 
     Args:
@@ -187,15 +195,21 @@ class ContinuousTokenSampler(VectorSampler):
             "final_noise": chain.final_noise,
         }
 
-    def num_steps(self, model: ContinuousModel) -> int:
+    def num_steps(self, model: AnyContinuousModel) -> int:
         """Calls of a model that draws every token of a call at once."""
         return model.grid.num_tokens
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(
+        self,
+        model: AnyContinuousModel,
+        law: TokenLaw,
+        batch_size: int,
+        parts: dict[str, Any],
+    ) -> None:
         super().check(model, law, batch_size, parts)
         self.check_model(model)
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: AnyContinuousModel) -> None:
         """Refuse a model that cannot be decoded with these settings.
 
         Raises:
@@ -221,12 +235,12 @@ class ContinuousTokenSampler(VectorSampler):
     def open(
         self,
         run: Run,
-        kind: type[Any],
+        kind: type[ContinuousT],
         scratch: int,
         first: int = 1,
         lengths: Sequence[int] | None = None,
         **more: Any,
-    ) -> Any:
+    ) -> ContinuousT:
         """The state after call 0, which draws and commits the first slots.
 
         Args:
@@ -255,7 +269,7 @@ class ContinuousTokenSampler(VectorSampler):
             self._draw_unconditional(run, state, z)
         return state
 
-    def _draw_unconditional(self, run: Run, state: Any, z: Tensor) -> None:
+    def _draw_unconditional(self, run: Run, state: ContinuousState, z: Tensor) -> None:
         """Draw what the unconditional rows hold at slot 0, with conditions `z [R, 1, dim]` and noise of their own."""
         law, levels = state.law, self.chain_levels(state)
         state.count("head_calls", levels, run.num_tokens)
@@ -268,7 +282,7 @@ class ContinuousTokenSampler(VectorSampler):
         run.cache.first = own[:, 0]
         run.lap("head")
 
-    def draw_plainly(self, run: Run, state: Any, z: Tensor) -> None:
+    def draw_plainly(self, run: Run, state: ContinuousState, z: Tensor) -> None:
         """Draw and commit the next slots with conditions `z [R, N, dim]`, each by its own chain and noise."""
         slots = state.next_slots(z.shape[1])
         tokens = self.draw(run, state, z, slots)
@@ -277,14 +291,14 @@ class ContinuousTokenSampler(VectorSampler):
         state.commit(slots, count, run.num_tokens)
         run.lap("head")
 
-    def draw(self, run: Run, state: Any, z: Tensor, slots: Tensor) -> Tensor:
+    def draw(self, run: Run, state: ContinuousState, z: Tensor, slots: Tensor) -> Tensor:
         """Tokens [B, N, d] of slots [B, N] with conditions `z [R, N, dim]`, by the plain chain."""
         levels = self.chain_levels(state)
         state.count("head_calls", levels, run.num_tokens)
         law, places = state.law, state.places.gather(1, slots)
         return law.loop(z, law.scales[slots], run.noise, places, levels)
 
-    def chain_levels(self, state: Any) -> int:
+    def chain_levels(self, state: ContinuousState) -> int:
         """Levels of the plain chains of the next call."""
         return state.law.levels
 
@@ -321,7 +335,7 @@ class ContinuousTokenSampler(VectorSampler):
         past = torch.arange(length, length + scratch, device=device).expand(run.batch_size, -1)
         return torch.cat([every, past], 1)
 
-    def trace_of(self, state: Any, trace: dict[str, Any]) -> ContinuousTrace:
+    def trace_of(self, state: ContinuousState, trace: dict[str, Any]) -> ContinuousTrace:
         return ContinuousTrace(**trace)
 
 

@@ -164,7 +164,7 @@ class ChunkState:
         return torch.arange(self.round).repeat_interleave(each).expand(len(self.kept), -1)
 
 
-class ChunkWiseSampler(Sampler):
+class ChunkWiseSampler(Sampler[ChunkModel, ChunkState]):
     """Draws clips chunk by chunk.
 
     Args:
@@ -232,7 +232,7 @@ class ChunkWiseSampler(Sampler):
         shares = [step / 1000 for step in timesteps]
         return [shift * share / (1 + (shift - 1) * share) for share in shares]
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: ChunkModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         if law != TokenLaw():
             raise ValueError(f"{law} given, but guidance is in the weights of the model; pass TokenLaw().")
         self.check_length(parts["num_frames"])
@@ -288,7 +288,7 @@ class ChunkWiseSampler(Sampler):
     def plan(self, run: Run) -> None:
         run.view, run.num_tokens = None, run.parts["num_frames"]
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+    def planned_calls(self, model: ChunkModel, parts: dict[str, Any]) -> int:
         return self.check_length(parts["num_frames"])
 
     # -- the loop

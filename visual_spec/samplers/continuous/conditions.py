@@ -8,26 +8,40 @@ A masked model sees tokens both ways, so each context is a row of its own of one
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.continuous import (
+    AnyContinuousModel,
+    CausalContinuousModel,
+)
 from visual_spec.models.core.orders import guidance_scales, hidden_after
 from visual_spec.samplers.core.checks import check_guided, check_returned
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
-def is_causal(model: Any) -> bool:
+
+def is_causal(model: object) -> TypeIs[CausalContinuousModel]:
     """Whether a model feeds tokens in one order (`CausalContinuousModel`); else it is a `MaskedContinuousModel`."""
     return hasattr(model, "prefill")
 
 
-def starts_unguided(model: Any) -> bool:
+def starts_unguided(model: AnyContinuousModel) -> bool:
     """Whether linear guidance is 1 at slot 0, where unconditional rows draw a slot of their own (`BitDance`)."""
     return getattr(model, "starts_unguided", False)
 
 
-def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+def begin(
+    model: AnyContinuousModel,
+    condition: Any,
+    *,
+    batch_size: int,
+    guided: bool,
+    window: int,
+) -> Any:
     """A model's state before the first token."""
     if is_causal(model):
         cache = model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
@@ -39,14 +53,14 @@ def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: 
     return cache
 
 
-def checked(model: Any, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
+def checked(model: AnyContinuousModel, z: Tensor, cache: Any, batch_size: int, count: int) -> Tensor:
     """Return conditions z [R, count, dim], refused if they have another shape."""
     dim = getattr(getattr(model, "config", None), "dim", None)  # of a model of one's own any
     dim = getattr(model, "condition_dim", dim)
     return check_returned(z, batch_size, cache.guided, count, dim)
 
 
-def first_conditions(model: Any, cache: Any, places: Tensor, count: int) -> Tensor:
+def first_conditions(model: AnyContinuousModel, cache: Any, places: Tensor, count: int) -> Tensor:
     """Conditions [R, count, dim] of the first slots, which know nothing; a causal model has them from its prefill."""
     if is_causal(model):
         return cache.conditions[:, None]
@@ -56,7 +70,7 @@ def first_conditions(model: Any, cache: Any, places: Tensor, count: int) -> Tens
 
 
 def step_conditions(
-    model: Any,
+    model: AnyContinuousModel,
     cache: Any,
     tokens: Tensor,
     places: Tensor,
@@ -86,7 +100,14 @@ def step_conditions(
 
 
 def window_conditions(
-    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, width: int, *, again: int = 0
+    model: AnyContinuousModel,
+    cache: Any,
+    tokens: Tensor,
+    places: Tensor,
+    lengths: Tensor,
+    width: int,
+    *,
+    again: int = 0,
 ) -> Tensor:
     """Conditions [R, width, dim] of the slots from `lengths`, long [B], on; each knows all slots before its own.
 
@@ -125,7 +146,14 @@ def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
     return by_slot
 
 
-def scales_of_slots(model: Any, scale: float, steps: int, *, linear: bool, scratch: int) -> Tensor:
+def scales_of_slots(
+    model: AnyContinuousModel,
+    scale: float,
+    steps: int,
+    *,
+    linear: bool,
+    scratch: int,
+) -> Tensor:
     """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
 
     Linear guidance grows with the share of the slots that are filled after a call (Li et al. 2024, appendix B), of a

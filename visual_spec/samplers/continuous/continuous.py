@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from visual_spec.models.core.continuous import AnyContinuousModel
 from visual_spec.models.core.orders import hidden_after
 from visual_spec.models.core.settings import (
     AUTO,
@@ -45,7 +46,7 @@ class PlainState(ContinuousState):
     width: CallShape
 
 
-class ContinuousSampler(ContinuousTokenSampler):
+class ContinuousSampler(ContinuousTokenSampler[PlainState]):
     """Draws the tokens of each call by the head's chain.
 
     Args:
@@ -77,10 +78,10 @@ class ContinuousSampler(ContinuousTokenSampler):
     ) -> None:
         pass
 
-    def num_steps(self, model: Any) -> int:
+    def num_steps(self, model: AnyContinuousModel) -> int:
         return model.grid.num_tokens if self.config.steps is None else self.config.steps
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: AnyContinuousModel) -> None:
         super().check_model(model)
         steps = self.config.steps
         if steps is not None and conditions.is_causal(model):
@@ -90,10 +91,10 @@ class ContinuousSampler(ContinuousTokenSampler):
         if steps is not None:
             hidden_after(model.grid.num_tokens, steps)  # refuses another number
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+    def planned_calls(self, model: AnyContinuousModel, parts: dict[str, Any]) -> int:
         return self.num_steps(model)
 
-    def shapes(self, model: Any) -> tuple[CallShape, ...]:
+    def shapes(self, model: AnyContinuousModel) -> tuple[CallShape, ...]:
         """The shape of each call of a decode, the first included."""
         setting = self.config.get  # a method built on this one may not have all
         first = self.chain_settings(model.chain).head_steps

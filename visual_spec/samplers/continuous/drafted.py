@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.continuous import AnyContinuousModel
 from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, register_to_config
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.as_released import CspdReleaseRule, CspdRule
@@ -55,7 +56,7 @@ class DraftedContinuousState(ContinuousState):
     drafter_law: Any = None
 
 
-class SpeculativeContinuousSampler(ContinuousTokenSampler):
+class SpeculativeContinuousSampler(ContinuousTokenSampler[DraftedContinuousState]):
     """Drafts tokens one after the other with a smaller model, and verifies them with one call of the target.
 
     The target scores every draft given all drafts before it. What is after the first refused draft is discarded.
@@ -124,7 +125,13 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         again = self.config.num_drafts if self.config.rule == "aligned" else 0
         run.window = self.config.num_drafts + 1 + again
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(
+        self,
+        model: AnyContinuousModel,
+        law: TokenLaw,
+        batch_size: int,
+        parts: dict[str, Any],
+    ) -> None:
         super().check(model, law, batch_size, parts)
         _check_drafter(model, parts.get("drafter"))
         self.rule_of_drafts.check(self.config.rule, self.chain_settings(model.chain), model, law)
@@ -241,7 +248,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler):
         run.lap(MEASURE)
 
 
-def _check_drafter(model: Any, drafter: Any) -> None:
+def _check_drafter(model: AnyContinuousModel, drafter: Any) -> None:
     """Refuse a drafter whose drafts the model could not score."""
     grid, dim = model.grid, model.token_dim
     fits = f"{grid.height} x {grid.width} tokens of {dim} numbers"

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.continuous import AnyContinuousModel
 from visual_spec.models.core.settings import MOST_CALLS, Within, register_to_config
 from visual_spec.samplers.continuous.base import ContinuousState, Eta, FinalNoise, Guidance, HeadSteps, Order
 from visual_spec.samplers.continuous.continuous import ContinuousSampler
@@ -53,7 +54,13 @@ class HeadSpeculativeSampler(ContinuousSampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(
+        self,
+        model: AnyContinuousModel,
+        law: TokenLaw,
+        batch_size: int,
+        parts: dict[str, Any],
+    ) -> None:
         super().check(model, law, batch_size, parts)
         settings = self.chain_settings(model.chain)
         if model.schedule(settings.head_steps, settings.eta).deterministic:

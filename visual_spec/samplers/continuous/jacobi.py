@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.continuous import AnyContinuousModel
 from visual_spec.models.core.settings import OneOf, Within, register_to_config
 from visual_spec.samplers.continuous import conditions
 from visual_spec.samplers.continuous.base import (
@@ -45,7 +46,7 @@ class ContinuousJacobiState(ContinuousState):
     drafted: Tensor
 
 
-class ContinuousJacobiSampler(ContinuousTokenSampler):
+class ContinuousJacobiSampler(ContinuousTokenSampler[ContinuousJacobiState]):
     """Scores a window of drafts in one call, commits those that stand, and redraws the others from what it scored.
 
     Args:
@@ -86,7 +87,13 @@ class ContinuousJacobiSampler(ContinuousTokenSampler):
         super().plan(run)
         run.window = self.config.window if self.keeps != LOSSY else 2 * self.config.window
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(
+        self,
+        model: AnyContinuousModel,
+        law: TokenLaw,
+        batch_size: int,
+        parts: dict[str, Any],
+    ) -> None:
         super().check(model, law, batch_size, parts)
         self._rule.check(self.config.rule, self.chain_settings(model.chain), model, law)
 

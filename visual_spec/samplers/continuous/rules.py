@@ -8,12 +8,12 @@ the points of the chain one by one (`ChainRule`), the whole chain (`PathRule`), 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.continuous import ChainSettings
+from visual_spec.models.core.continuous import ChainSettings, ContinuousModel
 from visual_spec.samplers.continuous.conditions import is_causal
 from visual_spec.samplers.continuous.coupling import couple, keep_probability, log_density
 from visual_spec.samplers.continuous.denoising import ChainLog, Chains, drawn
@@ -92,7 +92,7 @@ class Rule:
     def __init__(self, tolerance: float = 0.0) -> None:
         self.tolerance = tolerance
 
-    def check(self, name: str, settings: ChainSettings, model: Any, law: TokenLaw) -> None:
+    def check(self, name: str, settings: ChainSettings, model: ContinuousModel, law: TokenLaw) -> None:
         """Refuse chains whose densities the rule could not compare; `name` is its own, as in the settings."""
         deterministic = model.schedule(settings.head_steps, settings.eta).deterministic
         if self.final_noise and settings.final_noise == 0:

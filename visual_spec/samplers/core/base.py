@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -52,7 +52,9 @@ from visual_spec.samplers.core.state import (
     WATCHER,
     ActiveSamples,
     HostCopy,
+    ModelT,
     Run,
+    StateT,
     counted,
 )
 from visual_spec.samplers.core.trace import (
@@ -67,12 +69,12 @@ from visual_spec.samplers.core.trace import (
 )
 from visual_spec.samplers.registry import class_for, class_saved
 
-Callback = Callable[[int, Tensor], Any]
+Callback = Callable[[int, Tensor], object]
 _AHEAD = 32  # slots after the window whose noise is drawn with it on the host
 STOP = "stop"  # what a callback returns to end the decode
 
 
-class Sampler(SchedulerMixin, ConfigMixin):
+class Sampler(SchedulerMixin, ConfigMixin, Generic[ModelT, StateT]):
     """A decoding method: a frozen configuration without tensors, swapped like a scheduler of diffusers.
 
     The settings of a constructor are declared with their limits; it refuses others by a `ValueError`.
@@ -142,11 +144,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     # -- what a method must write
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: ModelT, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         """Refuse, before any compute, a request that cannot be decoded, by an error that says what can."""
         check_request(model, law)
 
-    def plan(self, run: Run) -> None:
+    def plan(self, run: Run[ModelT]) -> None:
         """Decide, before the prefill, what the calls of this decode have in common.
 
         By default a call scores one slot of one token, in the model's grid. A method sets `run.window` where it scores
@@ -154,18 +156,18 @@ class Sampler(SchedulerMixin, ConfigMixin):
         another model, around the one that was given.
         """
 
-    def prefill(self, run: Run) -> Any:
+    def prefill(self, run: Run[ModelT]) -> Any:
         """Run the model's prefill on the condition, and return the model's state."""
         window = run.fixed_width or run.window
         cache = run.model.prefill(run.condition, batch_size=run.batch_size, guided=run.guided, window=window)
         check_guided(cache, run.guided).fixed = run.fixed_width is not None
         return cache
 
-    def prepare(self, run: Run) -> Any:
+    def prepare(self, run: Run[ModelT]) -> StateT:
         """Return the state after the prefill."""
         raise NotImplementedError
 
-    def step(self, run: Run, state: Any) -> None:
+    def step(self, run: Run[ModelT], state: StateT) -> None:
         """Make one call of the model and update `state`, without host synchronisation on CUDA."""
         raise NotImplementedError
 
@@ -185,7 +187,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         # As files keep them: a configuration that was loaded has lists.
         return {name: list(one) if isinstance(one, tuple) else one for name, one in settings.items()}
 
-    def law_settings_in(self, run: Run) -> dict[str, Any]:
+    def law_settings_in(self, run: Run[ModelT]) -> dict[str, Any]:
         """Return the same as they are in one run: None where they change nothing there."""
         return self.law_settings
 
@@ -229,7 +231,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """The relaxed rule of the configuration, with its numbers."""
         return Relaxation.of(self.config.get("acceptance", "exact"), self.config.get("relaxation"))
 
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
+    def rule(self, model: ModelT, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         """Return the rule that tests drafts, with its tables."""
         if "acceptance" not in self.config or self.config.acceptance == "exact":
             return EXACT
@@ -239,27 +241,27 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
         return rule_of(self.relaxation, parts.get("codebook"), device)
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int | None:
+    def planned_calls(self, model: ModelT, parts: dict[str, Any]) -> int | None:
         """Return how often the callback of a decode is called, where settings say it; None: until all is complete."""
         return None
 
-    def progress(self, run: Run, state: Any) -> Tensor:
+    def progress(self, run: Run[ModelT], state: Any) -> Tensor:
         """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
         return state.lengths
 
-    def committed(self, run: Run, state: Any) -> Tensor:
+    def committed(self, run: Run[ModelT], state: Any) -> Tensor:
         """Return which slots of each sample are committed, bool [B, L]; asked where a callback ends the decode."""
         return torch.arange(run.num_tokens, device=run.device) < state.lengths[:, None]
 
-    def answered(self, run: Run, state: Any, answer: Any) -> None:
+    def answered(self, run: Run[ModelT], state: StateT, answer: object) -> None:
         """Use what a callback returned, where a method can: by default nothing is done with it."""
 
-    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+    def measure(self, run: Run[ModelT], state: StateT, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         """Return `divergence` and `moved_mass` of the trace: what the decode did to the law."""
         meter = getattr(state, "meter", None)
         return (None, None) if meter is None else (meter.mean(), meter.moved.cpu())
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run[ModelT], state: StateT, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         """Return the result, from tokens [B, L] and the fields of the trace."""
         return SampleResult(tokens, DecodeTrace(**trace))
 
@@ -267,15 +269,15 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     def begin(
         self,
-        model: Any,
+        model: ModelT,
         condition: Any,
         law: TokenLaw,
         keys: Tensor,
         watch: Stopwatch | None = None,
         noise: CounterNoise | None = None,
-        prefill: Callable[[Run], Any] | None = None,
+        prefill: Callable[[Run[ModelT]], Any] | None = None,
         **parts: Any,
-    ) -> Run:
+    ) -> Run[ModelT]:
         """Decide what all calls have in common, and run the prefill.
 
         Args:
@@ -335,7 +337,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @torch.no_grad()
     def __call__(
         self,
-        model: Any,
+        model: ModelT,
         condition: Any,
         *,
         law: TokenLaw,
@@ -373,7 +375,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if output_logprobs:
             check_logprobs(self)
         self.check(model, law, batch_size, parts)
-        own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
+        own = generator if isinstance(generator, CounterNoise) else None  # noise in place of generators
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
         reads_text = getattr(law, "reads_text", False)
@@ -400,7 +402,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
 
 def decode(
-    sampler: Sampler, run: Run, state: Any, advance: Callable[[], int | None], callback: Callback | None
+    sampler: Sampler[ModelT, StateT],
+    run: Run[ModelT],
+    state: StateT,
+    advance: Callable[[], int | None],
+    callback: Callback | None,
 ) -> SampleResult:
     """Call `advance`, one step on `state` or as many as it returns, until all samples are complete; give the result."""
     active, on_host, watcher = ActiveSamples(state), HostCopy(), WATCHER.get()
@@ -451,7 +457,9 @@ def _plain_settings(sampler: Sampler, run: Run, measured: bool) -> dict[str, Any
     return (type(sampler)() if plain is None else plain()).law_settings_in(run)
 
 
-def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cut: bool) -> SampleResult:
+def _result(
+    sampler: Sampler[ModelT, StateT], run: Run[ModelT], state: StateT, active: ActiveSamples, *, cut: bool
+) -> SampleResult:
     """Build the result of a decode. `cut`: a callback ended it before its last step."""
     tokens = active.whole("tokens", state.tokens)[:, : run.num_tokens].clone()
     divergence, moved_mass = sampler.measure(run, state, tokens)

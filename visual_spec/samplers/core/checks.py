@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from visual_spec.kernels.law import LawNumbers, law_reference
 from visual_spec.models.core.protocol import (
     ANY_ORDER,
     RASTER_ORDER,
+    DecodeState,
     NextTokenModel,
     modules_of,
     trained_order,
@@ -23,6 +24,13 @@ from visual_spec.models.core.protocol import (
 from visual_spec.models.core.settings import AUTO, COUNT, OneOf
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.masked_protocol import HidingModel
+    from visual_spec.models.core.orders import AnyOrderModel
+
+CacheT = TypeVar("CacheT")
+DecodeT = TypeVar("DecodeT", bound=DecodeState)
 
 # COUPLINGS: how the drafts of a slot in successive rounds depend on each other. ACCEPTANCES: how they are tested.
 COUPLINGS = ("gumbel", "independent", "maximal")
@@ -75,7 +83,7 @@ Window = Annotated[int | str, COUNT, OneOf((AUTO,)), _check_window]
 ExactWidth = Annotated[bool, _check_exact_width]
 
 
-def check_request(model: NextTokenModel, law: TokenLaw, *, any_order: bool = False) -> None:
+def check_request(model: NextTokenModel | AnyOrderModel, law: TokenLaw, *, any_order: bool = False) -> None:
     """Refuse, before any compute, a request that a next-token sampler cannot decode.
 
     `any_order`: whether the sampler decodes models that were trained for another order than raster order.
@@ -99,7 +107,7 @@ def check_request(model: NextTokenModel, law: TokenLaw, *, any_order: bool = Fal
         )
 
 
-def check_guided(cache: Any, guided: bool) -> Any:
+def check_guided(cache: CacheT, guided: bool) -> CacheT:
     """Return the state of a prefill, refused if it did not do what `guided` asked for: guidance would be off unseen."""
     made = getattr(cache, "guided", guided)
     if bool(made) != guided:
@@ -134,7 +142,7 @@ def check_returned(
     )
 
 
-def check_prefill(cache: Any, batch_size: int, guided: bool, vocab_size: int, who: str) -> Any:
+def check_prefill(cache: DecodeT, batch_size: int, guided: bool, vocab_size: int, who: str) -> DecodeT:
     """Return the state of a second model's prefill, refused as by `check_guided` and `check_returned`.
 
     Some samplers read its caches and not its logits, so no law would see that it has other rows.
@@ -155,7 +163,7 @@ def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
         )
 
 
-def check_text_law(sampler: Any, model: Any, law: Any) -> None:
+def check_text_law(sampler: Any, model: Any, law: TokenLaw) -> None:
     """Refuse a law that reads the tokens before the slot where the sampler cannot show them to it."""
     if not getattr(law, "reads_text", False):
         return
@@ -190,13 +198,13 @@ def check_allowed(law: TokenLaw, vocab_size: int) -> None:
         )
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: object) -> torch.device:
     """Return where a model's calls run, as it says itself, or else where its weights are."""
     weights = (weight for module in modules_of(model) for weight in module.parameters())
     return torch.device(getattr(model, "device", None) or getattr(next(weights, None), "device", "cpu"))
 
 
-def wants_graph(graph: bool | int | str, model: Any) -> bool:
+def wants_graph(graph: bool | int | str, model: object) -> bool:
     """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 
     Raises:
@@ -237,7 +245,7 @@ class CheckedLaw:
         self.num_tokens = num_tokens
         self.deferred = deferred
         # The law, what its numbers depend on beside it, and these.
-        self._known: tuple[Any, Any, Any] = (None, None, None)
+        self._known: tuple[TokenLaw, tuple[bool, int], LawNumbers] | None = None
         self._first_bad: Tensor | None = None  # [B]
         self._samples: Tensor | None = None  # the samples still decoded; None: all
 
@@ -286,8 +294,10 @@ class CheckedLaw:
         size = logits.shape[-1] if self.vocab_size is None else self.vocab_size
         if tuple(logits.shape) != ((2 if guided else 1) * len(slots), slots.shape[1], size):
             check_returned(logits, len(slots), guided, slots.shape[1], self.vocab_size)
-        law, others, numbers = self._known
-        return numbers if law is self.law and others == (guided, size) else self._decide(guided, size)
+        known = self._known
+        if known is not None and known[0] is self.law and known[1] == (guided, size):
+            return known[2]
+        return self._decide(guided, size)
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
@@ -320,12 +330,14 @@ class CheckedLaw:
                 )
 
 
-def open_id(model: Any) -> int:
+def open_id(model: object) -> int:
     """Return what stands for a token to decode in `known_tokens`: the mask id of a masked model, else -1."""
     return getattr(model, "mask_id", -1)
 
 
-def check_known_tokens(model: Any, known_tokens: Tensor, batch_size: int) -> None:
+def check_known_tokens(
+    model: NextTokenModel | AnyOrderModel | HidingModel, known_tokens: Tensor, batch_size: int
+) -> None:
     """Refuse known tokens of a wrong shape or range, or none to decode."""
     grid, hidden = model.grid, open_id(model)
     shapes = [(batch_size, grid.num_tokens, grid.codebooks)]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel, TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw, check_prefill, check_returned
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.state import Run
@@ -28,7 +28,7 @@ class FeatureDrafter(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def follow(self, model: Any, state: Any, *, window: int, **settings: Any) -> Any:
+    def follow(self, model: Any, state: Any, *, window: int, **settings: Any) -> DecodeState:
         """Allocate the drafter's cache beside a target that has just been prefilled.
 
         Args:
@@ -50,7 +50,9 @@ class FeatureDrafter(Protocol):
         ...
 
 
-def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
+def check_drafter(
+    sampler: object, model: NextTokenModel, drafter: NextTokenModel | FeatureDrafter | None
+) -> None:
     """Refuse a drafter whose drafts the model could not score."""
     grid, vocab_size = model.grid, model.vocab_size
     fits = f"{grid.frames} x {grid.height} x {grid.width} tokens out of {vocab_size}"
@@ -67,7 +69,7 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
         )
 
 
-def start_drafter(run: Run, *, window: int, **settings: Any) -> Any:
+def start_drafter(run: Run, *, window: int, **settings: Any) -> DecodeState:
     """Return the drafter's own cache, beside a target that has just been prefilled.
 
     A feature drafter needs no condition: the features already depend on it.
@@ -84,7 +86,13 @@ def start_drafter(run: Run, *, window: int, **settings: Any) -> Any:
     return check_prefill(cache, batch_size, guided, drafter.vocab_size, "the drafter")
 
 
-def ask_drafter(drafter: Any, cache: Any, tokens: Tensor, slots: Tensor, *visible: Tensor) -> Tensor:
+def ask_drafter(
+    drafter: NextTokenModel | FeatureDrafter,
+    cache: Any,
+    tokens: Tensor,
+    slots: Tensor,
+    *visible: Tensor,
+) -> Tensor:
     """Call a drafter, and refuse answers of another shape. Returns logits [R, W, V], or [R, W, K, V] of columns.
 
     Args:

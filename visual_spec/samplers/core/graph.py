@@ -11,20 +11,22 @@ recorded calls read it, and is recorded itself. A recording serves prompts of on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel, PromptModel, modules_of, owner_of
 from visual_spec.models.core.settings import AUTO
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.logprobs import keeping
 from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import Stopwatch
 
 # Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
@@ -32,7 +34,8 @@ _SHARE = 0.25
 
 # State, law and noise of a decode: what a step reads and changes.
 Parts = tuple[Any, CheckedLaw, CounterNoise]
-Step = Callable[[Any, CheckedLaw, CounterNoise], None]
+Step = Callable[[State, CheckedLaw, CounterNoise], None]
+Replay = Callable[[], object]
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Prefill:
 
     prompt: tuple[Tensor, ...]
     fields: dict[str, Any]
-    replay: Callable[[], Any] | None = None
+    replay: Replay | None = None
     tried: bool = False
 
 
@@ -66,9 +69,9 @@ class Recording:
     """
 
     parts: Parts
-    weights: tuple[Any, ...]
-    shapes: tuple[Any, ...]
-    replays: dict[tuple[int | None, int], Callable[[], Any] | None] = field(default_factory=dict)
+    weights: tuple[Hashable, ...]
+    shapes: tuple[Hashable, ...]
+    replays: dict[tuple[int | None, int], Replay | None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     memory: Any = None
     prefill: Prefill | None = None
@@ -80,20 +83,20 @@ class Recording:
 
 
 # {owner of the weights: {the rest of the key: recording}}, each in the order of use.
-_RECORDINGS: WeakKeyDictionary[Any, dict[Any, Recording]] = WeakKeyDictionary()
+_RECORDINGS: WeakKeyDictionary[object, dict[Any, Recording]] = WeakKeyDictionary()
 
 
 def begin_recorded(
     sampler: Any,
     model: Any,
     condition: Any,
-    law: Any,
+    law: TokenLaw,
     keys: Tensor,
     watch: Stopwatch,
     parts: dict[str, Any],
     prefills: bool,
     output_logprobs: bool = False,
-) -> tuple[Any, Any, Callable[[], int | None]]:
+) -> tuple[Run, Any, Callable[[], int | None]]:
     """Begin a decode of a sampler whose steps are recorded, where they can be.
 
     Returns its run and state, and what makes calls: a replay, or the step itself. `prefills`: whether the sampler's
@@ -103,10 +106,17 @@ def begin_recorded(
     strict = graph not in (False, AUTO)
     # What a recording depends on. Only the prefill uses `drafter_condition`.
     others = [part for name, part in parts.items() if name != "drafter_condition"]
-    key: Any = (type(sampler), repr(sorted(sampler.config.items())), law, len(keys), output_logprobs, *others)
+    key: Hashable = (
+        type(sampler),
+        repr(sorted(sampler.config.items())),
+        law,
+        len(keys),
+        output_logprobs,
+        *others,
+    )
     prefill = None
 
-    def by_recording(run: Any) -> Any:
+    def by_recording(run: Run) -> DecodeState:
         nonlocal key, prefill
         given: Any = dict(guided=law.guided, window=run.fixed_width or run.window, strict=strict)
         given |= dict(batch_size=len(keys), drafter=run.drafter)
@@ -124,7 +134,7 @@ def begin_recorded(
     # The recording outlives this decode. Of the prefill it reads only what the state holds.
     lasting = replace(run, condition=None, cache=None)
 
-    def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
+    def call(state: State, law: CheckedLaw, noise: CounterNoise) -> None:
         make_call(replace(lasting, cache=state.cache, law=law, noise=noise), state)
 
     state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
@@ -137,7 +147,7 @@ def begin_recorded(
     return run, state, advance
 
 
-def forget(model: Any = None) -> None:
+def forget(model: object = None) -> None:
     """Free the memory of a model's recordings, or of all recordings."""
     if model is None:
         _RECORDINGS.clear()
@@ -145,27 +155,27 @@ def forget(model: Any = None) -> None:
         _RECORDINGS.pop(owner_of(model), None)
 
 
-def can_record_prefill(model: Any) -> bool:
+def can_record_prefill(model: object) -> TypeGuard[PromptModel]:
     """Return whether the model is a `PromptModel`."""
     return hasattr(model, "prompt_of") and hasattr(model, "run_prompt")
 
 
-def can_record(state: Any) -> bool:
+def can_record(state: object) -> bool:
     """Return whether a model's state, or those in a sampler's state, declare the tensors that last between calls."""
     return all(_has_buffers(cache) for cache in _caches(state))
 
 
 def prefilled(
-    model: Any,
+    model: PromptModel,
     condition: Any,
-    key: Any,
+    key: Hashable,
     *,
     batch_size: int,
     guided: bool,
     window: int,
-    drafter: Any = None,
+    drafter: object = None,
     strict: bool = False,
-) -> tuple[Any, Any, Prefill | None]:
+) -> tuple[tuple[Any, ...], Any, Prefill | None]:
     """Run the prefill of a decode that will be recorded.
 
     The first prefill of a key allocates the state, which the recording will hold. The second is recorded. It writes
@@ -211,13 +221,13 @@ def prefilled(
 
 
 def recorded(
-    model: Any,
-    key: Any,
+    model: NextTokenModel,
+    key: Hashable,
     step: Step,
     parts: Parts,
     watch: Stopwatch,
     *,
-    drafter: Any = None,
+    drafter: object = None,
     prefill: Prefill | None = None,
     strict: bool = False,
     calls: int = 1,
@@ -297,7 +307,7 @@ def step_in_place(step: Step, parts: Parts) -> None:
         setattr(_follow(parts, path[:-1]), path[-1], fixed)
 
 
-def _record(step: Step, recording: Recording, strict: bool, calls: int) -> Callable[[], Any] | None:
+def _record(step: Step, recording: Recording, strict: bool, calls: int) -> Replay | None:
     """Return a function that replays steps of the recording; None if they cannot be recorded. Computes nothing."""
     before, replay = list(_places(recording.parts)), None
 
@@ -325,7 +335,7 @@ class _Fixed:
 
     inputs: tuple[Tensor, ...]
     output: Tensor
-    replay: Callable[[], Any] | None = None
+    replay: Replay | None = None
     tried: bool = False
 
 
@@ -341,10 +351,10 @@ class RecordedFunction:
             the weights, and numbers that never change.
     """
 
-    def __init__(self, model: Any, function: Callable[..., Tensor]) -> None:
+    def __init__(self, model: object, function: Callable[..., Tensor]) -> None:
         self.model, self.function = model, function
-        self._weights: tuple[int, ...] = ()
-        self._known: dict[Any, _Fixed] = {}
+        self._weights: tuple[Hashable, ...] = ()
+        self._known: dict[Hashable, _Fixed] = {}
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The function's output, in memory of its own."""
@@ -371,7 +381,7 @@ class RecordedFunction:
         return known.output.clone()
 
 
-def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any]:
+def capture(run: Callable[[], object], memory: Any) -> tuple[Replay, Any]:
     """Return a function that replays `run`, and the graph's memory pool."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
@@ -380,8 +390,8 @@ def capture(run: Callable[[], Any], memory: Any) -> tuple[Callable[[], Any], Any
 
 
 def _tried(
-    run: Callable[[], Any], memory: Any, what: str, strict: bool = False
-) -> tuple[Callable[[], Any] | None, Any]:
+    run: Callable[[], object], memory: Any, what: str, strict: bool = False
+) -> tuple[Replay | None, Any]:
     """As `capture`; if `run` cannot be recorded, raise if `strict`, else warn and return None. Computes nothing."""
     try:
         return capture(run, memory)
@@ -407,7 +417,7 @@ def _places(parts: Parts) -> Iterator[tuple[Path, Tensor]]:
         yield from _inside(part, (number,))
 
 
-def _inside(part: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+def _inside(part: object, path: Path) -> Iterator[tuple[Path, Tensor]]:
     for name, value in vars(part).items():
         if isinstance(value, Tensor):
             yield (*path, name), value
@@ -422,16 +432,16 @@ def _follow(parts: Parts, path: Path) -> Any:
     return owner
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> bool:
     """Whether this is a model's state, which says what its buffers are."""
     return isinstance(value, DecodeState) or (hasattr(value, "select") and hasattr(value, "buffers"))
 
 
-def _caches(state: Any) -> list[Any]:
+def _caches(state: object) -> list[Any]:
     return [state] if _is_cache(state) else [value for value in vars(state).values() if _is_cache(value)]
 
 
-def _has_buffers(cache: Any) -> bool:
+def _has_buffers(cache: DecodeState) -> bool:
     return type(cache).buffers is not DecodeState.buffers
 
 
@@ -441,7 +451,7 @@ def _tensors(parts: Parts) -> list[Tensor]:
     return [tensor for _, tensor in _places(parts)] + buffers
 
 
-def _addresses(model: Any) -> tuple[Any, ...]:
+def _addresses(model: object) -> tuple[Hashable, ...]:
     """Return the addresses of the weights, and the state of adapters.
 
     Quantised weights have no address; they count as moved when the objects change.
@@ -453,11 +463,11 @@ def _addresses(model: Any) -> tuple[Any, ...]:
     return addresses + adapter_state(modules_of(model))
 
 
-def _weights(model: Any, drafter: Any) -> tuple[Any, ...]:
+def _weights(model: object, drafter: object) -> tuple[Hashable, ...]:
     return _addresses(model) + (() if drafter is None else _addresses(drafter))
 
 
-def _whole_key(model: Any, key: Any) -> Any:
+def _whole_key(model: NextTokenModel, key: Hashable) -> Hashable:
     return key, type(model), model.grid
 
 

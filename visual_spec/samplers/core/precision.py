@@ -43,10 +43,10 @@ _INT8_EPS = 2.0**-7  # steps of 1/127 of the largest value
 _KNOWN = {"aten", "prim", "prims", "mkldnn", "mkldnn_prepacked", "c10d", "_c10d_functional", "profiler"}
 _ROUNDING = tuple("round floor ceil trunc fix fake_quantize _fake_quantize quantize_per _int_mm".split())
 # Of each model: what its weights and modules were when it was watched, and the narrowest type that was met.
-_WATCHED: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[object, tuple[object, str | None]] = WeakKeyDictionary()
 
 
-def low_precision_of(model: Any) -> str | None:
+def low_precision_of(model: object) -> str | None:
     """Return the narrowest type below float32 that `model` computes in, such as "bfloat16", or None.
 
     Autocast counts, as do weights that are stored in fewer bits. So do matrix products of float32 that PyTorch was
@@ -57,13 +57,13 @@ def low_precision_of(model: Any) -> str | None:
     return max(filter(None, (now[0], *(_seen(model, now) or ()))), key=rounding_unit, default=None)
 
 
-def was_watched(model: Any) -> bool:
+def was_watched(model: object) -> bool:
     """Whether it is known what the model computes in, since its types last changed; or it is no module of PyTorch."""
     return not modules_of(model) or _seen(model, _types_of(model)) is not None
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[None]:
+def watched(model: object) -> Iterator[None]:
     """Watch what `model` computes inside, for `low_precision_of`. Once for a model: see `was_watched`.
 
     Seen are conversions of floating numbers to narrower types (also inside a model whose weights are float32), numbers
@@ -81,7 +81,7 @@ def watched(model: Any) -> Iterator[None]:
     _WATCHED[owner_of(model)] = _types_of(model), narrowest
 
 
-def _seen(model: Any, now: Any) -> tuple[str | None] | None:
+def _seen(model: object, now: object) -> tuple[str | None] | None:
     """The narrowest type that was met while the model was watched; None if it was not, as it is `now`."""
     kept = _WATCHED.get(owner_of(model)) if modules_of(model) else None
     return (kept[1],) if kept is not None and kept[0] == now else None
@@ -121,14 +121,14 @@ def _narrow(dtype: torch.dtype) -> str | None:
     return name if dtype.is_floating_point else name + _QUANTISED
 
 
-def _types_of(model: Any) -> tuple[str | None, frozenset[Any]]:
+def _types_of(model: object) -> tuple[str | None, frozenset[object]]:
     """What changes with the types that a model computes in, looked up once a decode.
 
     Returns:
         The narrowest floating type of weights, autocast and products of float32; and the types of all layers and
         tensors.
     """
-    kinds: set[Any] = set()
+    kinds: set[object] = set()
     weights: set[tuple[torch.dtype, str]] = set()
     for layer in (layer for module in modules_of(model) for layer in module.modules()):
         kinds.add(type(layer))
@@ -196,7 +196,7 @@ def near_ties_of(scores: Tensor, noise: Tensor | None, rounding: Tensor) -> Tens
     return best[..., 0] - best[..., 1] < 2 * rounding.to(best)
 
 
-def scales_by_batch(model: Any) -> bool:
+def scales_by_batch(model: object) -> bool:
     """Return whether the model quantises its activations by what all rows of a call hold.
 
     That is so of PyTorch's dynamic quantisation (one scale for the whole input), of bitsandbytes' int8 (the columns of

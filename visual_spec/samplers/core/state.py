@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +23,17 @@ from visual_spec.samplers.core.drafts import Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
-from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
+from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult, Stopwatch
+
+ModelT = TypeVar("ModelT", bound=Any)  # the protocol whose calls a sampler makes, such as `NextTokenModel`
 
 # Looks on while a sampler decodes, in this context only: called after every target call with a function that returns
 # the result as if the decode ended there. What it returns ends the decode if it is `STOP`.
-WATCHER: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("WATCHER", default=None)
+WATCHER: ContextVar[Callable[[Callable[[], SampleResult]], object] | None] = ContextVar(
+    "WATCHER", default=None
+)
 # Within the callback of a sampler: returns the result as if the decode ended at this call.
-SO_FAR: ContextVar[Callable[[], Any]] = ContextVar("SO_FAR")
+SO_FAR: ContextVar[Callable[[], SampleResult]] = ContextVar("SO_FAR")
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -125,14 +129,30 @@ class TokenView:
         return drafts, label
 
 
-TOKENS: Any = TokenView()
+TOKENS = TokenView()
 
 
 # -- a decode ---------------------------------------------------------------------------------------------------------
 
 
+class BatchState(Protocol):
+    """What the loop reads of any method's state, as `State` describes it."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def target_calls(self) -> Tensor: ...
+    @property
+    def commit_call(self) -> Tensor: ...
+    @property
+    def round(self) -> int | Tensor: ...
+
+
+StateT = TypeVar("StateT", bound=BatchState)
+
+
 @dataclass
-class Run:
+class Run(Generic[ModelT]):
     """What stays the same from call to call of one decode. Made before the prefill, so that a method can plan.
 
     Attributes:
@@ -166,7 +186,7 @@ class Run:
             and their slots [B, W], among which are all that it commits; or the method writes them itself.
     """
 
-    model: Any
+    model: ModelT
     condition: Any
     batch_size: int
     law: CheckedLaw
@@ -365,7 +385,7 @@ class State:
         self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
 
 
-def counted(state: Any) -> dict[str, Tensor]:
+def counted(state: BatchState) -> dict[str, Tensor]:
     """What a state counts beside its calls, by the names of the trace, each [B, ...]."""
     names = (
         "logprobs",
@@ -392,7 +412,7 @@ class ActiveSamples:
 
     _RESULTS = ("tokens", "target_calls", "commit_call")
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: BatchState) -> None:
         self.state = state
         self.samples = torch.arange(len(state.tokens), device=state.tokens.device)
         self._whole: dict[str, Tensor] = {}

@@ -33,7 +33,7 @@ UNKNOWN = "not known"
 PLAIN: ContextVar[Callable[[], Any] | None] = ContextVar("PLAIN", default=None)
 
 
-def changed(law: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+def changed(law: Mapping[str, object], plain: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a law that are not those of plain decoding. A setting that is not there is None."""
     return {name: law.get(name) for name in dict.fromkeys((*law, *plain)) if law.get(name) != plain.get(name)}
 
@@ -48,7 +48,7 @@ def promised(sampler: Any, plain: Any = None) -> str:
     return IDENTICAL if getattr(sampler, "identical", False) else LOSSLESS if sampler.lossless else LOSSY
 
 
-def named(law: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+def named(law: Mapping[str, object], plain: Mapping[str, object]) -> str:
     """Return the settings that `changed` tells, in words."""
     return ", ".join(
         f"{name}={value if isinstance(value, str) else shortened(value)}"
@@ -56,7 +56,7 @@ def named(law: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     )
 
 
-def kept(keeps: str, law: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+def kept(keeps: str, law: Mapping[str, object], plain: Mapping[str, object]) -> str:
     """Return what a run keeps of plain decoding.
 
     Args:
@@ -130,10 +130,10 @@ class DecodeTrace:
     logprobs: Tensor | None = None
     model_logprobs: Tensor | None = None
     logprobs_law: str | None = None
-    law_settings: Mapping[str, Any] = field(default_factory=dict)
-    plain_settings: Mapping[str, Any] = field(default_factory=dict)
+    law_settings: Mapping[str, object] = field(default_factory=dict)
+    plain_settings: Mapping[str, object] = field(default_factory=dict)
 
-    def beside(self, law_settings: Mapping[str, Any]) -> Self:
+    def beside(self, law_settings: Mapping[str, object]) -> Self:
         """Return the same record beside plain decoding with other law settings, such as those of its trace."""
         return replace(self, plain_settings=law_settings)
 

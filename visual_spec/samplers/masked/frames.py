@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.masked_protocol import FrameModel
+from visual_spec.models.core.masked_protocol import FrameModel, MaskedState
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import (
     CALLS,
@@ -77,11 +77,11 @@ class FrameTrace(MaskedTrace):
 class FrameView:
     """The next group of frames of a `FrameModel` as a `MaskedModel`."""
 
-    def __init__(self, model: Any, grid: TokenGrid) -> None:
+    def __init__(self, model: FrameModel, grid: TokenGrid) -> None:
         self.model, self.grid = model, grid
         self.vocab_size, self.mask_id = model.vocab_size, model.mask_id
 
-    def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
+    def __call__(self, state: MaskedState, tokens: Tensor, stage: int) -> Tensor:
         """Score the slots of the group, given its tokens [B, N, 1]: logits [R, N, V]."""
         return self.model(state, tokens[..., 0])
 
@@ -138,7 +138,7 @@ class FramesState:
         return slice(first * count, (first + len(self.groups[self.frame])) * count)
 
 
-class FrameMaskedSampler(Sampler):
+class FrameMaskedSampler(Sampler[FrameModel, FramesState]):
     """Draws a video frame by frame, each by masked decoding, with a partly hidden history.
 
     The defaults are the settings of Lumos-1's scripts, up to the noise, which falls evenly in every frame.
@@ -189,7 +189,7 @@ class FrameMaskedSampler(Sampler):
         quiet = replace(self._first, choice=replace(choice, choice_temperature=0.0))
         self._later = self._first if later_noise else quiet
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: FrameModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         if not (hasattr(model, "mask_id") and hasattr(model, "write")):
             raise ValueError(
                 f"{type(model).__name__} does not fill in frames; this sampler decodes a FrameModel, such as "

@@ -11,13 +11,13 @@ frame.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
+from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState, Rescorer
 from visual_spec.models.core.settings import (
     CALLS,
     COUNT,
@@ -42,8 +42,11 @@ from visual_spec.samplers.masked.unmasking import (
     check_masked_model,
 )
 
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.graph import RecordedFunction
 
-class MaskedSampler(Sampler):
+
+class MaskedSampler(Sampler[MaskedModel, MaskedRunState]):
     """Draws all hidden tokens at every step, and keeps the tokens of highest score. `presets` has published settings.
 
     Args:
@@ -102,7 +105,7 @@ class MaskedSampler(Sampler):
     ) -> None:
         self._loop = Unmasking(schedule, choice, by_step, span, span_score, rescorer_share)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: MaskedModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law)
         steps, grid, span = self.config.steps, model.grid, self.config.span
         if not isinstance(steps, int) and len(steps) != grid.codebooks:
@@ -229,16 +232,16 @@ class RecordedCalls:
         state: from its `prepare`.
     """
 
-    def __init__(self, model: Any, state: Any) -> None:
+    def __init__(self, model: Any, state: MaskedState) -> None:
         self.model, self.state = model, state
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Hashable, RecordedFunction] = {}
 
     def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
         """See `MaskedModel`. Returns logits in memory of their own."""
         assert state is self.state, "recordings read the state that they were made with"
         return self.replayed(stage, lambda tokens: self.model(state, tokens, stage), tokens)
 
-    def replayed(self, kind: Any, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def replayed(self, kind: Hashable, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """What `call` makes of the inputs. All calls of a kind make the same of the same inputs."""
         if kind not in self._known:
             from visual_spec.samplers.core.graph import RecordedFunction  # on a GPU only

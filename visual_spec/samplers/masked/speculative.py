@@ -127,7 +127,7 @@ class SpeculativeMaskedState(State):
     row: Tensor
 
 
-class SpeculativeMaskedSampler(ChainSampler):
+class SpeculativeMaskedSampler(ChainSampler[MaskedModel]):
     """Decodes a masked model in a fixed order by its law of one token a call, in fewer calls.
 
     Args:
@@ -150,7 +150,7 @@ class SpeculativeMaskedSampler(ChainSampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: MaskedModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law)
         check_in_order(model)
 
@@ -184,11 +184,11 @@ class SpeculativeMaskedSampler(ChainSampler):
         state.row = verdict.kept
         super().settle(run, state, slots, verdict)
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run, state: State, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return placed_in_grid(run.model.order, tokens, trace)
 
 
-def check_in_order(model: Any) -> None:
+def check_in_order(model: MaskedModel) -> None:
     """Refuse a model that cannot be decoded in an order of tokens: of several codebooks, or one that reads the time."""
     if model.grid.codebooks != 1:
         raise ValueError(

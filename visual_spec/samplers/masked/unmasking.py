@@ -12,7 +12,7 @@ from torch import Tensor
 from visual_spec.kernels.launch import fits
 from visual_spec.kernels.law import law_reference, unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
-from visual_spec.models.core.masked_protocol import Rescorer
+from visual_spec.models.core.masked_protocol import HidingModel, MaskedModel, Rescorer
 from visual_spec.samplers.core.checks import check_allowed, check_returned
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
@@ -53,7 +53,7 @@ class MaskedRunState:
 
     cache: Any
     model: Any
-    call: Any
+    call: Callable[..., Tensor]
     tokens: Tensor
     entry_call: Tensor
     target_calls: Tensor
@@ -462,7 +462,7 @@ class Dependence(DivergenceMeter):
         self.correlation += (torch.where(left, ratio, 0).sum(1) / number * count).to(self.correlation)
 
 
-def check_masked_model(model: Any, law: TokenLaw) -> None:
+def check_masked_model(model: MaskedModel, law: TokenLaw) -> None:
     """Refuse, before any compute, a request that no sampler of masked models can decode."""
     if hasattr(model, "write"):
         raise ValueError(
@@ -476,7 +476,7 @@ def check_masked_model(model: Any, law: TokenLaw) -> None:
     check_masked_law(model, law)
 
 
-def check_masked_law(model: Any, law: TokenLaw) -> None:
+def check_masked_law(model: HidingModel, law: TokenLaw) -> None:
     """Refuse a law with another vocabulary, or one that reads an order of slots."""
     check_allowed(law, model.vocab_size)
     if law.guidance_until is not None:

@@ -78,7 +78,11 @@ class AlongOrder(nn.Module):
     """
 
     def __init__(
-        self, model: AnyOrderModel, order: Tensor, first: int = 1, ramp: tuple[float, float] | None = None
+        self,
+        model: AnyOrderModel,
+        order: Tensor,
+        first: int = 1,
+        ramp: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.order, self.first, self.ramp = model, order, first, ramp
@@ -181,7 +185,7 @@ class AlongOrder(nn.Module):
         return self.ask(state, tokens, places, places)[:, 1:]
 
 
-class AlongOrderSampler(Sampler):
+class AlongOrderSampler(Sampler[AnyOrderModel, State]):
     """A sampler of any-order models. A method reads places: `run.model` is an `AlongOrder`.
 
     It reads the settings `order`, a `SlotOrder`, and `guidance_start`, the guidance at the first place. The argument
@@ -202,7 +206,7 @@ class AlongOrderSampler(Sampler):
         """Return how many places the prefill asks."""
         return 1
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: AnyOrderModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         who = type(model).__name__
         if hasattr(model, "mask_id"):
             raise ValueError(
@@ -259,7 +263,7 @@ class AlongOrderSampler(Sampler):
             state.target_calls += 1  # which fed them
         return state
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run, state: State, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return placed_in_grid(run.model.order, tokens, trace)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.orders import AnyOrderModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.law import TokenLaw
@@ -132,7 +133,7 @@ class AnyOrderSampler(AlongOrderSampler):
         sizes = [after - before for before, after in pairwise(self.bounds(grid.num_tokens))]
         return slots_in_order(self.config.order, grid, keys, sizes, self.config.repulsion)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: AnyOrderModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         steps, count = self.config.steps, model.grid.num_tokens
         least = min(count, 2)  # the first call draws one token
@@ -150,7 +151,7 @@ class AnyOrderSampler(AlongOrderSampler):
         ends = (*bounds[2:], bounds[-1])
         run.window = max(after - before for before, after in zip(bounds, ends, strict=False))
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+    def planned_calls(self, model: AnyOrderModel, parts: dict[str, Any]) -> int:
         known = parts.get("known_tokens")
         rows = [0] if known is None else (known >= 0).flatten(1).sum(1).tolist()
         return max(len(self.bounds(model.grid.num_tokens - count)) for count in rows) - 1

@@ -21,6 +21,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.orders import AnyOrderModel
 from visual_spec.models.core.settings import CALLS, register_to_config
 from visual_spec.samplers.core.checks import Acceptance
 from visual_spec.samplers.core.draft_chain import ChainSampler
@@ -41,7 +42,7 @@ class AnyOrderDraftState(State):
     laws: Tensor
 
 
-class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
+class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler[AnyOrderModel]):
     """Decodes an any-order model by its law of one token a call along an order, in fewer calls.
 
     A pair of calls commits 2 to `num_drafts` + 2 tokens.

@@ -18,7 +18,7 @@ from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Callback
 from visual_spec.samplers.core.checks import Acceptance, Coupling, Window, check_request, check_returned
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import Run
+from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.orders.tables import order_of
 from visual_spec.samplers.raster.column_base import COLUMN, UNITS, ColumnView
@@ -115,7 +115,7 @@ class BlockJacobiSampler(ColumnJacobiSampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: TrainedOrderModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_request(model, law, any_order=True)
         if not trained_order(model).startswith("blocks"):
             raise ValueError(
@@ -134,7 +134,7 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         super().plan(run)
         run.view = BlockView(run.model, run.window)
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run, state: State, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         at, size = run.model.slots.flatten(), run.model.grid.codebooks
         calls = trace["commit_call"].repeat_interleave(size, 1)
         by_place = {name: trace[name].flatten(1) for name in ("logprobs", "model_logprobs") if name in trace}
@@ -144,11 +144,11 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         return SampleResult(torch.empty_like(by_slot).index_copy_(1, at, by_slot), DecodeTrace(**trace))
 
     def __call__(
-        self, model: Any, condition: Any, *, callback: Callback | None = None, **more: Any
+        self, model: TrainedOrderModel, condition: Any, *, callback: Callback | None = None, **more: Any
     ) -> SampleResult:
         """As `Sampler.__call__`; the callback gets numbers of slots."""
 
-        def heard(call: int, blocks: Tensor) -> Any:
+        def heard(call: int, blocks: Tensor) -> object:
             assert callback is not None
             return callback(call, blocks * order_of(trained_order(model), model.grid).width)
 

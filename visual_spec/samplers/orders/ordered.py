@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
+from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, NextTokenModel, trained_order
 from visual_spec.models.core.settings import OneOf, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_request, check_returned
@@ -26,7 +26,7 @@ class OrderedState(State):
     """A batch between two calls. `lengths` counts tokens; after the grid `tokens` holds the learned ones."""
 
 
-class OrderedSampler(Sampler):
+class OrderedSampler(Sampler[NextTokenModel, OrderedState]):
     """Decodes a picture in any order: every step feeds its slots in one call, and draws all that it emits at once.
 
     Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR, FlashAR)
@@ -60,19 +60,19 @@ class OrderedSampler(Sampler):
     def law_settings_in(self, run: Run) -> dict[str, Any]:
         return {"order": None if self.fidelity(run.model) == TRAINED else self.name_for(run.model)}
 
-    def name_for(self, model: Any) -> str:
+    def name_for(self, model: NextTokenModel) -> str:
         """Return the name of the order in which this model is decoded."""
         return self.config.order or trained_order(model)
 
-    def order_for(self, model: Any) -> TokenOrder:
+    def order_for(self, model: NextTokenModel) -> TokenOrder:
         """Return the order in which this model is decoded."""
         return order_of(self.name_for(model), model.grid)
 
-    def fidelity(self, model: Any) -> str:
+    def fidelity(self, model: NextTokenModel) -> str:
         """Return "trained" if the model was trained for this order, so that its law is exact, else "approximate"."""
         return TRAINED if self.name_for(model) == trained_order(model) else APPROXIMATE
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: NextTokenModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_request(model, law, any_order=True)
         own = trained_order(model)
         if own == ANY_ORDER:
@@ -108,7 +108,7 @@ class OrderedSampler(Sampler):
     def plan(self, run: Run) -> None:
         run.window = self.order_for(run.model).width
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+    def planned_calls(self, model: NextTokenModel, parts: dict[str, Any]) -> int:
         return len(self.order_for(model).steps)
 
     def prepare(self, run: Run) -> OrderedState:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import OrderModel, TokenGrid
+from visual_spec.models.core.protocol import NextTokenModel, OrderModel, TokenGrid
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.law import TokenLaw
@@ -58,7 +58,7 @@ class RowState(State):
         self.lengths, self.row = order.advance(self.lengths, self.row, plan, count)
 
 
-class RowSampler(Sampler):
+class RowSampler(Sampler[OrderModel, RowState]):
     """A sampler that decodes rows side by side. A method defines the order and the step.
 
     With the setting `measure`, the trace's `moved_mass` is `raster_divergence`, and its `divergence` is the mean over
@@ -72,7 +72,7 @@ class RowSampler(Sampler):
         """Return the decoding order for this grid."""
         raise NotImplementedError
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: OrderModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         check_order_model(model, type(self).__name__)
 
@@ -155,7 +155,7 @@ def raster_divergence(
         logits, first = model(state, tokens[:, fed], slots[:, fed]), following
 
 
-def check_order_model(model: Any, sampler: str) -> None:
+def check_order_model(model: NextTokenModel, sampler: str) -> None:
     """Refuse a model that feeds tokens in raster order only."""
     parameters = inspect.signature(getattr(model, "forward", model.__call__)).parameters.values()
     if not any(p.name == "seen" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class ZipARSampler(RowSampler):
         """Return an order of rows `window` tokens apart, with as many open rows as possible."""
         return RowOrder.over(grid, self.config.window, released=self.config.as_released)
 
-    def prepare(self, run: Run) -> Any:
+    def prepare(self, run: Run) -> ZipARState:
         windows = self.order(run.model.grid).windows
         held = torch.zeros(run.batch_size, windows, dtype=torch.bool, device=run.device)
         return self.begin_rows(run, ZipARState, held=held)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.models.core.settings import AUTO, Graph, register_to_config
 from visual_spec.samplers.core import acceptance
 from visual_spec.samplers.core.base import Sampler
@@ -13,7 +14,7 @@ from visual_spec.samplers.core.state import Run, State
 from visual_spec.samplers.core.trace import IDENTICAL
 
 
-class AutoregressiveSampler(Sampler):
+class AutoregressiveSampler(Sampler[NextTokenModel, State]):
     """Draws the token of each slot from the model's law, with the slot's own noise, in raster order.
 
     Args:
@@ -30,11 +31,13 @@ class AutoregressiveSampler(Sampler):
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         pass
 
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> acceptance.AcceptanceRule:
+    def rule(
+        self, model: NextTokenModel, parts: dict[str, Any], device: torch.device
+    ) -> acceptance.AcceptanceRule:
         # So near-ties are counted: there another loop over the same model may draw another token.
         return acceptance.IDENTICAL
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> int:
+    def planned_calls(self, model: NextTokenModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens
 
     def prepare(self, run: Run) -> State:

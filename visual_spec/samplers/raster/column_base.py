@@ -7,14 +7,14 @@ uses the counter slot s * K + k, called its entry. So one codebook gets the same
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.law import POINT_LAW
-from visual_spec.models.core.protocol import ColumnModel
+from visual_spec.models.core.protocol import ColumnModel, NextTokenModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_returned
@@ -118,7 +118,7 @@ class ColumnDraftState(State):
     refused_law: Tensor = field(kw_only=True)
 
     @classmethod
-    def begin(cls, run: Run, scratch: int, **more: Any) -> Any:
+    def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
         nothing = run.cache.logits.new_full((), -torch.inf)
         shape = run.batch_size, run.model.grid.codebooks, run.model.vocab_size
         precise = torch.promote_types(nothing.dtype, torch.float32)
@@ -127,7 +127,7 @@ class ColumnDraftState(State):
         return super().begin(run, scratch, pending=pending, refused_law=law, **more)
 
 
-class ColumnSampler(Sampler):
+class ColumnSampler(Sampler[NextTokenModel, State]):
     """What makes a sampler of tokens one of columns: a base to name before it.
 
     The result has tokens long [B, S, K], `special_id` where the pattern has no token. The trace counts columns in place
@@ -140,7 +140,7 @@ class ColumnSampler(Sampler):
         super().plan(run)
         run.view = ColumnView(run.model, run.window)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: ColumnModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)
         if valid is None:
             raise ValueError(
@@ -154,7 +154,7 @@ class ColumnSampler(Sampler):
             )
         check_allowed(law, model.vocab_size)
 
-    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    def result(self, run: Run, state: State, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         every = torch.arange(run.num_tokens, device=run.device)
         return SampleResult(run.view.with_special(tokens, every), DecodeTrace(**trace))
 
@@ -176,7 +176,7 @@ class ColumnSampler(Sampler):
         return (valid & (margin < 2 * rounding_of(logits, law, run.guided, run.unit))).any(-1)
 
 
-class ColumnChainSampler(ColumnSampler, ChainSampler):
+class ColumnChainSampler(ColumnSampler, ChainSampler[NextTokenModel]):
     """As `ColumnSampler`, for samplers that test chains of drafted columns.
 
     The logits after a column are valid only if all K drafts of the column stand. So a column is kept or refused as a
@@ -185,7 +185,9 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
 
     tries = 8  # attempts at the residual of a column in one call
 
-    def verify(self, run: Run, state: Any, logits: Tensor, slots: Tensor, draft: Draft) -> Verdict:
+    def verify(
+        self, run: Run, state: ColumnDraftState, logits: Tensor, slots: Tensor, draft: Draft
+    ) -> Verdict:
         """Test the drafts. A row may commit nothing while the replacement of its column is pending."""
         view = run.view
         target = view.laws(run.law, logits, slots, run.guided)  # [B, (N + 1) * K, V]
@@ -210,7 +212,7 @@ class ColumnChainSampler(ColumnSampler, ChainSampler):
         return verdict
 
     def _verify_products(
-        self, run: Run, state: Any, target: Tensor, steps: Tensor, draft: Draft
+        self, run: Run, state: ColumnDraftState, target: Tensor, steps: Tensor, draft: Draft
     ) -> tuple[Verdict, Tensor]:
         """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement drawn."""
         assert draft.label is not None

@@ -49,7 +49,13 @@ def product_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Ten
 
 
 def draw_product_residual(
-    target: Tensor, draft_law: Tensor, noise: CounterNoise, entries: Tensor, round: int, *, tries: int
+    target: Tensor,
+    draft_law: Tensor,
+    noise: CounterNoise,
+    entries: Tensor,
+    round: int | Tensor,
+    *,
+    tries: int,
 ) -> tuple[Tensor, Tensor]:
     """Draw a column from (P - Q)+, normalised, by a fixed number of attempts.
 

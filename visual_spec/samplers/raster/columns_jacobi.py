@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.models.core.settings import AUTO, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import (
     RELAXED,
@@ -105,7 +106,7 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
                 f"acceptance={acceptance!r} tests each token, got unit={unit!r}; pass unit='codebook'."
             )
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: ColumnModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         books, count = parts.get("codebook"), model.grid.codebooks
         if books is not None and self.relaxation.needs_codebook:
@@ -117,7 +118,7 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
             books = books[0]
         self.relaxation.check(books, model.vocab_size)
 
-    def prepare(self, run: Run) -> Any:
+    def prepare(self, run: Run) -> State:
         if self.config.acceptance != "identical":
             return self.labelled(run, run.window)
         state = IdenticalColumnState.begin(run, scratch=run.window, window=run.window)
@@ -167,7 +168,7 @@ class ColumnJacobiSampler(ColumnChainSampler, SpeculativeJacobiSampler):
         scored = (state.commit_call.gather(1, steps) > 0).repeat_interleave(view.codebooks, 1)
         view.write(state.tokens, steps, torch.where(scored, view.read(state.tokens, steps), drafts))
 
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
+    def rule(self, model: ColumnModel, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         if self.keeps != LOSSY:
             return super().rule(model, parts, device)
         books = parts.get("codebook")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import NO_DRAFT
-from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel
 from visual_spec.models.core.settings import AUTO, COUNT, SHARE, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RELAXED, AcceptanceRule, RelaxedNumbers
 from visual_spec.samplers.core.checks import ExactWidth
@@ -44,9 +44,12 @@ class DraftedState(State):
     fed: Tensor
 
 
+DraftedT = TypeVar("DraftedT", bound=DraftedState)
+
+
 def begin_drafted(
-    run: Run, most: int, window: int, kind: type[DraftedState] = DraftedState, **settings: Any
-) -> Any:
+    run: Run, most: int, window: int, kind: type[DraftedT] = DraftedState, **settings: Any
+) -> DraftedT:
     """Return the state after the prefills of both models: slot 0 is committed.
 
     Args:
@@ -61,7 +64,7 @@ def begin_drafted(
     return kind.begin(run, scratch=most, drafter_cache=cache, fed=fed)
 
 
-class DraftedSampler(ChainSampler):
+class DraftedSampler(ChainSampler[NextTokenModel]):
     """Speculative decoding: a drafter draws a chain of tokens, the target keeps a prefix of it and adds one.
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023, algorithm 1;
@@ -103,14 +106,14 @@ class DraftedSampler(ChainSampler):
     ) -> None:
         pass
 
-    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
+    def rule(self, model: NextTokenModel, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         return BLOCK if self.config.acceptance == "block" else super().rule(model, parts, device)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: NextTokenModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         check_drafter(self, model, parts.get("drafter"))
 
-    def num_drafts(self, model: Any) -> int:
+    def num_drafts(self, model: NextTokenModel) -> int:
         """The most drafts of a step, at most those that fit the grid."""
         return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.law import POINT_LAW
-from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
 from visual_spec.samplers.core.checks import WIDTHS, Coupling, ExactWidth, Window
@@ -29,7 +29,7 @@ from visual_spec.samplers.core.drafts import (
     copied_slots,
 )
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.state import Run, State
+from visual_spec.samplers.core.state import Run
 from visual_spec.samplers.raster import jacobi_identical
 from visual_spec.samplers.raster.jacobi_identical import (
     CHOSEN,
@@ -38,6 +38,7 @@ from visual_spec.samplers.raster.jacobi_identical import (
     REPAIRED,
     UNKNOWN,
     USUAL,
+    IdenticalState,
     opened,
 )
 
@@ -46,26 +47,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class JacobiState(State):
-    """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
+class JacobiState(IdenticalState):
+    """A batch between two calls, with `label`: the laws that the drafts were drawn from."""
 
-    Attributes:
-        window: W, the slots that a call scores.
-        label: the laws that the drafts were drawn from.
-        inputs: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any; with "repaired"
-            and "chosen" drafts.
-        drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
-        fed: long [B], the number of leading slots that the drafter has been fed in final form.
-    """
-
-    window: int = 1
     label: Label | None = None
-    inputs: Tensor | None = None
-    drafter_cache: DecodeState | None = None
-    fed: Tensor | None = None
 
 
-class SpeculativeJacobiSampler(ChainSampler):
+class SpeculativeJacobiSampler(ChainSampler[NextTokenModel]):
     """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law or near it.
 
     SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
@@ -136,7 +124,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             self.takes, self.needs_drafter = ("codebook", "drafter", "drafter_condition"), True
             self.reads_text = False
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: NextTokenModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         if self.needs_drafter:
             from visual_spec.samplers.core.drafters import check_drafter  # where there is one
@@ -152,7 +140,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             if self.config.drafts == PICTURED:
                 from visual_spec.samplers.orders.ordered import OrderedSampler
 
-                OrderedSampler().check(drafter, law, batch_size, {})
+                OrderedSampler().check(parts["drafter"], law, batch_size, {})
 
     def plan(self, run: Run) -> None:
         super().plan(run)
@@ -181,7 +169,7 @@ class SpeculativeJacobiSampler(ChainSampler):
     def needs_laws(self) -> bool:
         return self.config.initial_draft == LAST_LAW
 
-    def prepare(self, run: Run) -> Any:
+    def prepare(self, run: Run) -> IdenticalState:
         if self.config.acceptance == "identical":
             return jacobi_identical.prepare(self.config, run)
         return self.labelled(run, run.window)
@@ -194,7 +182,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     # -- the published family: every draft has a label
 
-    def labelled(self, run: Run, window: int) -> Any:
+    def labelled(self, run: Run, window: int) -> JacobiState:
         """Return the state after the prefill, with labelled drafts in a window."""
         drafts = self.config.get("drafts")  # a subclass may have no such setting
         state = self.state_kind.begin(run, scratch=window, window=window)

@@ -155,9 +155,9 @@ class FedWindow(NamedTuple):
     copies: Tensor | None = None
 
 
-def opened(state: Any, width: int, count: int, grid: TokenGrid) -> FedWindow:
+def opened(state: IdenticalState, width: int, count: int, grid: TokenGrid) -> FedWindow:
     """Return the next window of a state, with up to `count` drafts repaired."""
-    picture, ahead = getattr(state, "picture", None), getattr(state, "copies_ahead", None)
+    picture, ahead = state.picture, state.copies_ahead
     steady = None if ahead is None else state.steady
     if state.inputs is not None and on_gpu(state.tokens):
         from visual_spec.kernels.jacobi_step import open_window  # kernels are imported where they run

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.protocol import TreeModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within, register_to_config
 from visual_spec.samplers.core.acceptance import RelaxedAcceptance, RelaxedNumbers
 from visual_spec.samplers.core.base import Sampler
@@ -116,7 +117,7 @@ class Path:
     replacement: Tensor
 
 
-class TreeSampler(Sampler):
+class TreeSampler(Sampler[TreeModel, DraftedState]):
     """Speculative decoding with a tree of drafts, verified by recursive rejection.
 
     Tree attention and multi-round rejection are SpecInfer's (Miao et al., ASPLOS 2024, section 4); the tree follows the
@@ -190,7 +191,7 @@ class TreeSampler(Sampler):
         """Number of nodes of the target call: the root, and the scored drafts."""
         return 1 + (self.config.num_nodes or self.config.depth * self.config.width)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: TreeModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         check_drafter(self, model, parts.get("drafter"))
         for role, network in (("model", model), ("drafter", parts["drafter"])):

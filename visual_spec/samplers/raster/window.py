@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +20,9 @@ import numpy as np
 from visual_spec.models.core.protocol import owner_of
 from visual_spec.samplers.core.checks import WIDTHS
 from visual_spec.samplers.core.state import HostCopy, Run
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.raster.jacobi_identical import IdenticalState
 
 logger = logging.getLogger("visual_spec")
 START = 8  # the window of the first calls: small, as a wide one is dear where tokens cannot be guessed
@@ -40,7 +43,7 @@ _BETTER = 1.03  # a window must promise so much more before it replaces the pres
 _SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 
 # {model: {the rest of the key: policy}}, so that the next picture need not learn again.
-_POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
+_POLICIES: WeakKeyDictionary[object, dict[Hashable, WindowPolicy]] = WeakKeyDictionary()
 
 
 class WindowPolicy:
@@ -64,7 +67,7 @@ class WindowPolicy:
         self._told = False  # whether the user was told that plain decoding is fastest
 
     @classmethod
-    def of(cls, model: Any, key: Any) -> WindowPolicy:
+    def of(cls, model: object, key: Hashable) -> WindowPolicy:
         """Return the policy that saw all calls of this model under `key`."""
         known = _POLICIES.setdefault(owner_of(model), {})
         if key not in known:
@@ -139,9 +142,9 @@ class WindowPolicy:
 
 
 def adaptive(
-    advance: Callable[[], Any],
+    advance: Callable[[], object],
     run: Run,
-    state: Any,
+    state: IdenticalState,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Callable[[], None]:
     """Return `advance`, one step on `state`, with the policy of the model that chooses the window of every call.

@@ -42,7 +42,7 @@ from visual_spec.samplers.scales.stages import (
 )
 from visual_spec.samplers.scales.trace import ScaleResult, ScaleTrace, layer_places
 
-ScaleCallback = Callable[[int, Tensor], Any]
+ScaleCallback = Callable[[int, Tensor], object]
 
 
 def mixture(log_probs: Tensor, gumbel: Tensor, ratio: float) -> Tensor:
@@ -102,7 +102,7 @@ class ScaleDecodeState:
         return torch.full((len(self.canvas),), len(self.parts))
 
 
-class ScaleWiseSampler(Sampler):
+class ScaleWiseSampler(Sampler[Sequence[Stage], ScaleDecodeState]):
     """Draws the tokens of one scale after the other, each with its slot's own noise.
 
     Args:
@@ -328,7 +328,7 @@ class ScaleWiseSampler(Sampler):
     def committed(self, run: Run, state: ScaleDecodeState) -> Tensor:
         return torch.ones_like(state.tokens, dtype=torch.bool)  # all that there are
 
-    def answered(self, run: Run, state: ScaleDecodeState, answer: Any) -> None:
+    def answered(self, run: Run, state: ScaleDecodeState, answer: object) -> None:
         if isinstance(answer, Tensor):
             state.canvas = answer
             if state.round + 1 < len(state.plan):
