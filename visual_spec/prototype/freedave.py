@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.masked_protocol import MaskedModel
 from visual_spec.models.core.settings import CALLS, COUNT, MOST_CALLS, OneOf, Within, register_to_config
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_returned
@@ -103,7 +104,7 @@ class FreeDaveSampler(MaskedSampler):
     ) -> None:
         self._loop = Unmasking(schedule, choice, by_step, span, span_score)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: MaskedModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         if model.grid.codebooks > 1 or hasattr(model, "set_time"):
             raise ValueError(
@@ -116,7 +117,7 @@ class FreeDaveSampler(MaskedSampler):
         # Without a rescorer any share of it is the same.
         return super().law_settings | {"rescorer_share": MaskedSampler().config.rescorer_share}
 
-    def planned_calls(self, model: Any, parts: dict[str, Any]) -> None:
+    def planned_calls(self, model: MaskedModel, parts: dict[str, Any]) -> None:
         return None
 
     def prepare(self, run: Run) -> FreeDaveState:

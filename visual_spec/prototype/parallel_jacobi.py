@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class ParallelJacobiSampler(RowSampler):
         config = self.config
         return RowOrder.over(grid, config.lead, windows=config.rows, drafts=drafts, start_at=config.start)
 
-    def prepare(self, run: Run) -> Any:
+    def prepare(self, run: Run) -> ParallelJacobiState:
         state = self.begin_rows(run, ParallelJacobiState)
         slots = torch.zeros_like(state.tokens[:, :1])
         first = run.law(run.cache.logits[:, None], slots, run.guided)  # [B, 1, V]

@@ -46,6 +46,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.protocol import TreeModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, register_to_config
 from visual_spec.samplers.core.checks import Acceptance, Coupling
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
@@ -189,7 +190,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
                 "nodes a call; pass fewer siblings or less depth."
             )
 
-    def tree(self, model: Any) -> HeadTree:
+    def tree(self, model: TreeModel) -> HeadTree:
         """Return the shape of a call's tree."""
         window = max(min(widest(self.config.window), model.grid.num_tokens), self.config.depth + 1)
         return HeadTree(window, self.config.siblings, self.config.depth)
@@ -201,7 +202,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         # Also under acceptance "identical": siblings are drawn from the laws.
         return self.labelled(run, self.tree(run.model).window)
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: TreeModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         if not callable(getattr(model, "keep", None)):
             raise TypeError(

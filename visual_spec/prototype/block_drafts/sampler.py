@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, OneOf, Within, register_to_config
 from visual_spec.prototype.block_drafts.drafter import BlockDrafterState
 from visual_spec.samplers.core.checks import ExactWidth
@@ -79,7 +80,7 @@ class BlockDraftSampler(ChainSampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: NextTokenModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         drafter = parts.get("drafter")
         if not hasattr(drafter, "draft"):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 
+from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.models.core.settings import AUTO, COUNT, Graph, register_to_config
 from visual_spec.samplers.core.checks import Acceptance, ExactWidth
 from visual_spec.samplers.core.law import TokenLaw
@@ -52,7 +53,7 @@ class DraftedColumnSampler(ColumnChainSampler, DraftedSampler):
     ) -> None:
         pass
 
-    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+    def check(self, model: ColumnModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         drafter = parts.get("drafter")
         fits = f"{model.grid.codebooks} codebooks of {model.vocab_size} codes"

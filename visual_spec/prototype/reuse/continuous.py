@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from torch import arange
 
 from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.models.core.continuous import AnyContinuousModel
 from visual_spec.models.core.settings import AUTO, MOST_CALLS, SHARE, Graph, Within, register_to_config
 from visual_spec.prototype.reuse.mar import ReusingMAR
 from visual_spec.prototype.reuse.recap import full_calls, last_of_group
@@ -88,7 +89,7 @@ class ReusingContinuousSampler(ContinuousSampler):
         """As of `Sampler`; those of reuse are None where nothing is reused."""
         return super().law_settings | ({} if self.config.reuse else dict.fromkeys(REUSE))
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: AnyContinuousModel) -> None:
         super().check_model(model)
         if self.config.reuse and not isinstance(model, MARTransformer):
             raise ValueError(
@@ -96,7 +97,7 @@ class ReusingContinuousSampler(ContinuousSampler):
                 "its calls; leave reuse out."
             )
 
-    def shapes(self, model: Any) -> Any:
+    def shapes(self, model: AnyContinuousModel) -> Any:
         """The shape of each call of a decode, the first included: `ReusedShape`s where calls are reused."""
         shapes = super().shapes(model)
         if not self.config.reuse:

@@ -275,7 +275,7 @@ def _put(group: Group, fresh: Group, samples: Tensor) -> None:
         getattr(group, name)[samples] = getattr(fresh, name)
 
 
-def _check_causal_layer(model: Any, layer: Any) -> None:
+def _check_causal_layer(model: MaskedModel, layer: Any) -> None:
     """Refuse a model that keeps no features, and a layer that is missing or does not fit."""
     check_in_order(model)
     if not hasattr(model, "scores"):
