@@ -172,6 +172,8 @@ class ACDiTTransformer(SavedModel):
     _repeated_blocks = ["ACDiTBlock"]
     _no_split_modules = ["ACDiTBlock"]
 
+    places: Tensor
+
     @register_to_config
     def __init__(
         self,
