@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from visual_spec.data import shapes, things
@@ -11,7 +12,7 @@ class CaptionError(ValueError):
     """A text that is no caption of the data."""
 
 
-PICTURES: dict[str, Any] = {"shapes": shapes, "things": things}
+PICTURES: dict[str, ModuleType] = {"shapes": shapes, "things": things}
 
 
 def model_that_knows(prompts: Iterable[str]) -> str:
@@ -20,7 +21,7 @@ def model_that_knows(prompts: Iterable[str]) -> str:
     return max(("things", "shapes"), key=lambda name: len(words & set(PICTURES[name].vocabulary())))
 
 
-def captions_of(pipe: Any) -> Any:
+def captions_of(pipe: Any) -> ModuleType:
     """The data whose captions a pipeline of pictures knows: the module of `things`, or else of `shapes`."""
     words = getattr(pipe.text_encoder.config, "vocabulary", ())
     return things if set(things.vocabulary()) <= set(words) else shapes

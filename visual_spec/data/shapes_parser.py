@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -147,7 +146,7 @@ def score_facts(wanted: WantedFacts, facts: PictureFacts) -> dict[str, bool]:
 Answers = dict[str, list[bool]]
 
 
-def compared(wanted: Sequence[Any], things: Sequence[Any], names: Iterable[str]) -> Answers:
+def compared(wanted: Sequence[object], things: Sequence[object], names: Iterable[str]) -> Answers:
     """By attribute: whether each wanted object's is the one of the thing that it is assigned; None has none."""
     pairs = list(zip(wanted, things, strict=True))
     return {

@@ -7,16 +7,16 @@ that were kept in the end. So states are of the drafter's own making (on-policy)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel
 from visual_spec.models.core.settings import Count, read_fields
 from visual_spec.prototype.block_drafts.drafter import BlockDrafter, BlockDrafterState
 from visual_spec.prototype.block_drafts.sampler import BlockDraftSampler
@@ -32,8 +32,14 @@ from visual_spec.training.loop import (
     run_trainer,
 )
 
+if TYPE_CHECKING:
+    from visual_spec.models.next_token.llamagen import TextCondition
+    from visual_spec.pipelines.base import VisualPipeline
+
 # Draws the samples of a round with a sampler and a drafter: what `accelerate` or a pipeline does with them.
-Draw = Callable[[int, Any, Any], Any]
+Draw = Callable[[int, BlockDraftSampler, "Recorder"], object]
+# A drafter, how to draw, the temperature of the law, and figures for the record.
+Plan = tuple[BlockDrafter, Draw, float, Callable[[], Mapping[str, object]]]
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,13 @@ class Recorder:
     def __init__(self, drafter: BlockDrafter, drafts: bool) -> None:
         self.drafter, self.drafts = drafter, drafts
         self.most, self.taps = drafter.most, drafter.taps
-        self.grid: Any = None
+        self.grid = None
         self.vocab_size = 0
 
-    def to(self, *args: Any, **kwargs: Any) -> Recorder:
+    def to(self, *args: object, **kwargs: object) -> Recorder:
         return self
 
-    def follow(self, model: Any, state: Any, **settings: Any) -> BlockDrafterState:
+    def follow(self, model: NextTokenModel, state: Any, **settings: Any) -> BlockDrafterState:
         made = self.drafter.follow(model, state, **settings)
         self.state, self.shown = _Watched(**vars(made)), []
         self.prompt_reads: Tensor | None = getattr(getattr(state, "inner", state), "tapped", None)
@@ -109,7 +115,12 @@ class Recorder:
             buffer.scatter_(1, at, values)
 
     def draft(
-        self, state: BlockDrafterState, tokens: Tensor, fed: Tensor, slots: Tensor, draw: Any
+        self,
+        state: BlockDrafterState,
+        tokens: Tensor,
+        fed: Tensor,
+        slots: Tensor,
+        draw: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         at = slots[:, :-1, None]
         old = (
@@ -124,10 +135,10 @@ class Recorder:
 class _Held:
     """Keys and values [R, H, S, D] of each layer, in place of a cache."""
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layers: list[tuple[Tensor, ...]]) -> None:
         self.layers, self.num_slots = layers, layers[0][0].shape[2]
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> tuple[Tensor, ...]:
         return self.layers[index]
 
 
@@ -149,7 +160,7 @@ def block_loss(notes: Recorder, chosen: Tensor, calls: Tensor, temperature: floa
         reads = torch.cat([notes.prompt_reads[rows], reads], 1)
         positions = torch.cat([(state.prompt[rows].cumsum(1) - 1).clamp(min=0), positions], 1)
     each = torch.arange(len(rows)).view(branches, -1, 1).expand(-1, -1, count).flatten()
-    held: Any = [
+    held = [
         tuple(part.transpose(1, 2)[each] for part in pair) for pair in drafter.keys(state, reads, positions)
     ]
     parts: dict[str, Any] = vars(state) | dict(
@@ -188,7 +199,7 @@ def train_block_drafter(
     temperature: float,
     settings: BlockTraining,
     out: Path,
-    judge: Callable[[], dict[str, Any]] = dict,
+    judge: Callable[[], Mapping[str, object]] = dict,
 ) -> dict[str, Any]:
     """Train a drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).
 
@@ -266,7 +277,7 @@ def generators(first: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(first + index) for index in range(count)]
 
 
-def of_pictures(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Draw, float, Callable[[], Any]]:
+def of_pictures(options: BlockOptions, settings: BlockTraining) -> Plan:
     """A drafter for the model of a pipeline of captions, how to draw, the temperature, and figures at the end."""
     from visual_spec.data.captions import captions_of
     from visual_spec.pipelines.loading import load_pipeline
@@ -280,12 +291,12 @@ def of_pictures(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Dr
     law, model = TokenLaw(**given), pipe.transformer
     listed = Path(options.prompts).read_text().splitlines() if options.prompts else []
 
-    def condition(seed: Any, count: int) -> Any:
+    def condition(seed: tuple[int, int], count: int) -> TextCondition:
         rng = np.random.default_rng(seed)
         own = [listed[index] for index in rng.integers(len(listed), size=count)] if listed else None
-        return pipe.make_condition(own or captions_of(pipe).training_prompts(count, tuple(seed)))
+        return pipe.make_condition(own or captions_of(pipe).training_prompts(count, seed))
 
-    def draw(turn: int, sampler: Any, drafter: Any) -> Any:
+    def draw(turn: int, sampler: BlockDraftSampler, drafter: Recorder) -> None:
         count = settings.samples
         print(f"round {turn}: {count} samples", flush=True)
         asked = condition((settings.seed, turn), count)
@@ -297,7 +308,7 @@ def of_pictures(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Dr
     drafter.to(options.device)
     asked = condition((settings.seed, 10**6), 8)
 
-    def judge() -> dict[str, Any]:
+    def judge() -> dict[str, object]:
         rates = {}
         for name, sampler, parts in (
             ("default", SpeculativeJacobiSampler(), {}),
@@ -311,14 +322,12 @@ def of_pictures(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Dr
     return drafter, draw, law.temperature, judge
 
 
-def options_of_law(pipe: Any) -> dict[str, Any]:
+def options_of_law(pipe: VisualPipeline) -> dict[str, Any]:
     """The law of a pipeline's defaults, but for filters of tokens, which drafts need not know."""
-    return dict(
-        guidance_scale=pipe.config.default_guidance_scale, temperature=pipe.config.default_temperature
-    )
+    return {name: pipe.config[f"default_{name}"] for name in ("guidance_scale", "temperature")}
 
 
-def of_language(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Draw, float, Callable[[], Any]]:
+def of_language(options: BlockOptions, settings: BlockTraining) -> Plan:
     """The same for a language model of codes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -337,7 +346,7 @@ def of_language(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Dr
     temperature = 1.0 if options.temperature is None else options.temperature
     codes = (options.codes[0], options.codes[1])
 
-    def draw(turn: int, sampler: Any, drafter: Any) -> Any:
+    def draw(turn: int, sampler: BlockDraftSampler, drafter: Recorder) -> None:
         print(f"round {turn}: {settings.samples} samples", flush=True)
         rng = np.random.default_rng((settings.seed, turn))
         texts = [listed[index] for index in rng.integers(len(listed), size=settings.samples)]
@@ -357,7 +366,7 @@ def of_language(options: BlockOptions, settings: BlockTraining) -> tuple[Any, Dr
     return drafter.to(options.device, model.dtype), draw, temperature, dict
 
 
-def fresh(target: Any, state: Any, settings: BlockTraining) -> BlockDrafter:
+def fresh(target: NextTokenModel, state: DecodeState, settings: BlockTraining) -> BlockDrafter:
     """A drafter of the settings for a target; its state is of a prefill."""
     return BlockDrafter.for_target(
         target, state, layers=settings.layers, corrects=settings.corrects, block_size=settings.block_size

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -346,7 +346,7 @@ def train_column_drafter(
     guidance = scales[torch.arange(settings.batch_size, device=target.device) % len(scales)]
     valid = target.valid.to(target.device)
 
-    def batch(step: int) -> tuple[Any, ...]:
+    def batch(step: int) -> tuple[int | Tensor, ...]:
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
         return step, *heard.batch(chosen, target.device)

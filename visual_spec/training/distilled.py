@@ -198,7 +198,7 @@ def train_distilled(
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             return loss_of(model, encoder, codes, settings.vector_weight, *batch)
 
-    def judged() -> dict[str, Any]:
+    def judged() -> dict[str, object]:
         round_matrices(model, out)
         checked = Pairs(*(part[learned:] for part in pairs))
         figures = unseen(model, encoder, codes, checked, settings)

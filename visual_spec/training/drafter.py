@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -219,7 +220,7 @@ def train_drafter(
     settings: DrafterTraining,
     out: Path,
     *,
-    captions: Any = shapes,
+    captions: ModuleType = shapes,
     every: int = 100,
 ) -> dict:
     """Train the drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from visual_spec.files.documents import json_text
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.orders.tables import order_of
@@ -110,7 +110,11 @@ class Pass:
         self.answers = torch.cat([first.expand(1, model.num_answers), rest])
 
     def __call__(
-        self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
+        self,
+        model: LlamaGenTransformer,
+        tokens: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the merged logits [B, P, V] of tokens long [B, L], and the lower head's where it answers."""
         heads = model.teacher_forced_heads(
@@ -124,7 +128,11 @@ class Pass:
         return model.merge(heads, self.answers), heads[1][:, self.answers[:, 1] >= 0]
 
     def losses(
-        self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
+        self,
+        model: LlamaGenTransformer,
+        tokens: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the cross entropy in nats a token of the merged prediction, and of the lower head alone."""
         merged, below = self(model, tokens, condition, dropped)

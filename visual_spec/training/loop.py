@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
@@ -22,9 +22,17 @@ from visual_spec.files.program import is_of_memory, run_program
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.checkpoints import read_written, write_content
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.models.core.saved import quantised_as
+from visual_spec.models.core.saved import SavedModel, quantised_as
 
 _ANEW = "remove the file to start anew, or choose another folder"
+
+
+class Resumed(Protocol):
+    """What an interrupted run saves and restores."""
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, saved: Any, /) -> object: ...
 
 
 def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
@@ -35,13 +43,13 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def print_record(record: dict[str, Any]) -> None:
+def print_record(record: dict[str, object]) -> None:
     """Print what a training has come to: its record, but for settings and loss curve."""
     print({name: value for name, value in record.items() if name not in ("settings", "loss")})
 
 
 @torch.no_grad()
-def round_matrices(model: Any, out: Path) -> None:
+def round_matrices(model: SavedModel, out: Path) -> None:
     """Round the matrices of a model to 8 bits (e4m3) and all else to 16, in place, and store it in `out` so."""
     parts = {
         name: value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
@@ -70,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         for group in self.param_groups:
             rate, momentum = float(group["lr"]), group["momentum"]
             for p in group["params"]:
@@ -148,7 +156,7 @@ class Descent:
         for optimiser in self.optimisers:
             optimiser.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"optimisers": [optimiser.state_dict() for optimiser in self.optimisers]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -173,10 +181,10 @@ class ResumePoint:
         self,
         path: Path,
         every: int,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         *,
         reads: Iterable[nn.Module] = (),
-        **parts: Any,
+        **parts: Resumed,
     ) -> None:
         self.path, self.every, self.parts = path, every, parts
         self.settings = {**settings, "weights of the models that are read": fingerprint(reads)}
@@ -225,7 +233,7 @@ class ResumePoint:
         self.saved_step = saved["step"]
         return self.saved_step
 
-    def _refuse_other_settings(self, before: Mapping[str, Any]) -> None:
+    def _refuse_other_settings(self, before: Mapping[str, object]) -> None:
         nothing = object()
         changed = [
             f"{name}={before.get(name, 'nothing')!r} (now {self.settings.get(name, 'nothing')!r})"
@@ -274,7 +282,7 @@ class ResumePoint:
         self.path.unlink(missing_ok=True)
 
 
-def _not_finite(state: Any) -> str:
+def _not_finite(state: object) -> str:
     """Where in nested states there is a number that is not finite; "" for nowhere."""
     if isinstance(state, Tensor):
         checked = state.is_floating_point() and state.itemsize > 1
@@ -321,14 +329,14 @@ class Trainer:
         *,
         every: int,
         reads: Iterable[nn.Module] = (),
-        parts: Mapping[str, Any] | None = None,
-        facts: Mapping[str, Any] | None = None,
+        parts: Mapping[str, Resumed] | None = None,
+        facts: Mapping[str, object] | None = None,
         curve_every: int = 20,
         digits: int = 4,
     ) -> None:
         self.model, self.settings, self.out, self.descend = model, settings, out, descend
         self.curve = dict(curve_every=curve_every, digits=digits)
-        held: dict[str, Any] = {"model": model} if parts is None else dict(parts)
+        held: dict[str, Resumed] = {"model": model} if parts is None else dict(parts)
         self.networks = [part for part in held.values() if isinstance(part, nn.Module)]
         if (kind := quantised_as(model, *self.networks)) is not None:
             raise ValueError(
@@ -342,12 +350,12 @@ class Trainer:
 
     def run(
         self,
-        loss: Callable[..., Any],
-        batches: Callable[[int], Sequence[Any]],
-        judge: Callable[[], Mapping[str, Any]],
-        save: Callable[[], Any] = lambda: None,
+        loss: Callable[..., Tensor | tuple[Tensor, Tensor, *tuple[object, ...]]],
+        batches: Callable[[int], Sequence[object]],
+        judge: Callable[[], Mapping[str, object]],
+        save: Callable[[], object] = lambda: None,
         *,
-        after: Callable[..., Any] | None = None,
+        after: Callable[..., object] | None = None,
         folder: Path | None = None,
         dynamic: bool | None = None,
     ) -> dict[str, Any]:
@@ -418,7 +426,7 @@ class RunOptions(OutOptions):
     device: str = "cpu"
 
 
-def option(text: str, default: Any = MISSING, **more: Any) -> Any:
+def option(text: str, default: object = MISSING, **more: object) -> Any:
     """A field of a dataclass of options, with its help; required without a default."""
     return field(default=default, metadata={"help": text, **more})
 

@@ -87,7 +87,7 @@ def stored(
         return draw()
     if not path.exists():
         write_content(path, {**draw(), "owner": owner})
-    saved: Any = read_written(path)
+    saved = read_written(path)
     if not isinstance(saved, dict) or saved.get("owner") != owner:
         raise ValueError(f"{path} holds {others}; pass another --out folder, or remove it.")
     return saved
