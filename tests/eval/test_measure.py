@@ -47,10 +47,11 @@ def test_phases_and_gap_add_up_to_a_call_on_a_processor():
 def test_the_prefill_is_in_no_call_and_in_no_gap():
     """Of every round, with raw seconds by hand: 10 calls after a prefill of 100 s, and a gap of 1 s a call."""
     laps = {"prefill": 100.0, "model": 20.0, "verify": 5.0}
-    trace = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
+    trace: Any = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
     setting: Any = SimpleNamespace(text="row", law=None)
     expected = {"phase_ms_per_call": {"model": 2000.0, "verify": 500.0}, "gap_ms_per_call": 1000.0}
-    assert rounds._phases(SimpleNamespace(device=CPU), setting, 3 * [trace], 2) == expected
+    pipe: Any = SimpleNamespace(device=CPU)
+    assert rounds._phases(pipe, setting, 3 * [trace], 2) == expected
 
     def sampler(model, condition, *, callback, **options):
         for call in range(11):

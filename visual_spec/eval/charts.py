@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.files.extras import extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, MUTED, GOOD, LOSSY = "#1c1e24", "#686a72", "#187642", "#b4430f"
 WHITE, LINE, BAND = "#ffffff", "#b9b5aa", "#f0eee8"
@@ -29,7 +32,7 @@ _UNDATED: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"Creation
 Point = tuple[str, float, float, float, float]  # name, x, y, low, high
 
 
-def figure_class() -> Any:
+def figure_class() -> type[Figure]:
     """matplotlib's `Figure`; ImportError where it is missing (extra `eval`), as from all that draws a chart."""
     with extra("eval", "charts need matplotlib"):
         from matplotlib.figure import Figure
@@ -53,7 +56,7 @@ def image_bytes(figure: Any, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def inline_svg(figure: Any, prefix: str) -> str:
+def inline_svg(figure: Figure, prefix: str) -> str:
     """A figure as a part of a page: as wide as the page, in the page's colours, its ids made unique by `prefix`."""
     drawing = image_bytes(figure, "svg").decode()
     content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
@@ -65,7 +68,7 @@ def inline_svg(figure: Any, prefix: str) -> str:
     return content
 
 
-def draw_points(points: Sequence[Point], across: str, up: str) -> Any:
+def draw_points(points: Sequence[Point], across: str, up: str) -> Figure:
     """Numbered points at (x, y) with a bar from low to high, as a figure; without a bar where it has no end."""
     figure = figure_class()(figsize=(6.4, 3.6), layout="constrained")
     panel = figure.subplots()

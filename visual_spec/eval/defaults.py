@@ -221,7 +221,7 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -
     splits = [split for split in splits if known is None or split >= known]
     shares = [share for share in _SHARES if _fits(scales, share)]
     alone = [0] if paired and not known else []
-    settings: list[dict[str, Any]] = [{"num_draft_scales": split} for split in alone + splits]
+    settings: list[dict[str, object]] = [{"num_draft_scales": split} for split in alone + splits]
     settings += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
     share = _SHARE_OF_TWO if _SHARE_OF_TWO in shares else shares[0]
     settings += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]
@@ -269,7 +269,7 @@ def continuous_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Re
     calls = config["grid_size"] ** 2 if own.get("steps") is None else own["steps"]
     falling = {"head_steps": min(_FALLING[0], levels), "last_head_steps": min(_FALLING[1], levels)}
     fewer = [] if causal else [{"steps": count} for count in _FEWER_CALLS if count < calls]
-    rivals: list[dict[str, Any]] = [
+    rivals = [
         *fewer,
         *({"head_steps": count} for count in _FEWER_LEVELS if count < levels),
         *({**one, **falling} for one in ({}, *fewer)),

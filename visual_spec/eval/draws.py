@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from visual_spec.eval.media import MEDIA, show
 from visual_spec.eval.settings import Setting
 from visual_spec.files.documents import json_text
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
-from visual_spec.samplers.core.trace import MEASURE
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace
 from visual_spec.samplers.scales.stages import Stage, drawn_stages, draws_guided
 from visual_spec.samplers.scales.trace import ScaleTrace
+
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
 
 
 def seeded(seed: int, count: int) -> list[torch.Generator]:
@@ -51,7 +54,7 @@ def decode(
 
 
 def draw(
-    pipe: Any, setting: Setting, prompts: Sequence[str], first: int, **asked: Any
+    pipe: Pipeline, setting: Setting, prompts: Sequence[str], first: int, **asked: Any
 ) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as arrays; leaves the pipeline its sampler.
 
@@ -98,7 +101,9 @@ def draw(
     }
 
 
-def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> dict[str, np.ndarray]:
+def _scale_facts(
+    pipe: Pipeline, setting: Setting, trace: DecodeTrace, batch_size: int
+) -> dict[str, np.ndarray]:
     """Return what is kept of the caches of a next-scale decode; nothing for other pipelines."""
     if not isinstance(trace, ScaleTrace):
         return {}
@@ -140,7 +145,7 @@ def caches_of(
     return caches
 
 
-def through_tokenizer(pipe: Any, samples: np.ndarray) -> np.ndarray:
+def through_tokenizer(pipe: Pipeline, samples: np.ndarray) -> np.ndarray:
     """Return what the tokenizer, or the codec, makes of true samples, as `media.show` gives them; no call is spent."""
     arrays = _stored(pipe, MEDIA[pipe.medium].encode(pipe, samples))
     return show(pipe, arrays[stored_name(arrays)])
@@ -151,7 +156,7 @@ def stored_name(arrays: dict[str, np.ndarray]) -> str:
     return "canvas" if "canvas" in arrays else "tokens"
 
 
-def _stored(pipe: Any, samples: Tensor) -> dict[str, np.ndarray]:
+def _stored(pipe: Pipeline, samples: Tensor) -> dict[str, np.ndarray]:
     if pipe.stored_as == "canvas":
         return {"canvas": samples.float().cpu().numpy()}
     return {"tokens": small_tokens(samples)}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
 
 
-def render_page(template: str, /, **values: Any) -> str:
+def render_page(template: str, /, **values: object) -> str:
     """A page made of a template of this package.
 
     Args:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 import psutil
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.machine import device_name
-from visual_spec.samplers.core.trace import MEASURE
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace
+
+T = TypeVar("T")
 
 
-def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+def timed(function: Callable[[], T], device: torch.device) -> tuple[T, float]:
     """Run a function; returns its result and its seconds, by CUDA events on a GPU, else by the clock."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -102,7 +104,7 @@ def _computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def busy_ms_per_call(
-    decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
+    decode: Callable[[Callable[[int, Tensor], None]], None], device: torch.device
 ) -> float | None:
     """Milliseconds that a GPU worked on a call of a decode, the prefill left out, by PyTorch's profiler.
 
@@ -119,7 +121,7 @@ def busy_ms_per_call(
 
 
 def device_events(
-    decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
+    decode: Callable[[Callable[[int, Tensor], None]], None], device: torch.device
 ) -> tuple[list[tuple[str, tuple[float, float]]], int]:
     """Return what PyTorch's profiler saw of a decode after its prefill, and the number of calls.
 
@@ -162,7 +164,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def without_prefill(traces: Sequence[Any]) -> tuple[list[float], list[float], list[dict[str, float]]]:
+def without_prefill(traces: Sequence[DecodeTrace]) -> tuple[list[float], list[float], list[dict[str, float]]]:
     """Of decodes: seconds of the prefill, seconds after it, and seconds of the phases after it."""
     laps = [dict(trace.phase_seconds) for trace in traces]
     prefills = [lap.pop("prefill", 0.0) for lap in laps]
@@ -176,7 +178,7 @@ def phase_figures(
     *,
     device: torch.device,
     busy_ms: float | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what a call spends its time on, medians over rounds.
 
     Args:
@@ -206,7 +208,7 @@ def phase_figures(
     }
 
 
-def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
+def weight_bytes_per_call(model: nn.Module, call: Callable[[], object]) -> int:
     """Bytes of the parameters that `call`, one forward of the model, reads.
 
     Every module that runs counts with its own parameters, each tensor once, and with the parts that it hands to a
@@ -214,7 +216,7 @@ def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
     """
     sizes: dict[int, int] = {}
 
-    def note(module: nn.Module, *_: Any) -> None:
+    def note(module: nn.Module, *_: object) -> None:
         handed = getattr(module, "ordered", ()) if getattr(module, "one_order", False) else ()
         parts = [getattr(module, name).parameters() for name in handed]
         for parameter in chain(module.parameters(recurse=False), *parts):

@@ -6,6 +6,7 @@ from typing import Any
 
 from visual_spec.eval.media import MEDIA
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.placing import load
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
@@ -24,7 +25,7 @@ class MaskedPair:
             different length.
     """
 
-    def __init__(self, first: Any, masked: Any) -> None:
+    def __init__(self, first: VisualPipeline, masked: VisualPipeline) -> None:
         if MASKED in first.calls or MASKED not in masked.calls or first.unit != masked.unit:
             raise ValueError(
                 "a pair is a model that decodes in order and a masked one of the same medium, in this order; pass "
@@ -65,11 +66,11 @@ class MaskedPair:
         return self.first.drafter
 
     @drafter.setter
-    def drafter(self, drafter: Any) -> None:
+    def drafter(self, drafter: object) -> None:
         self.first.drafter = drafter
 
     @property
-    def player(self) -> Any:
+    def player(self) -> VisualPipeline:
         """The pipeline that decodes by the sampler."""
         calls = registry.by_class(type(self.sampler).__name__).calls
         return self.masked if calls == MASKED else self.first
@@ -97,7 +98,10 @@ class MaskedPair:
             player.sampler = before
 
 
-def paired(pipe: Any, masked: str | None) -> Any:
+Pipeline = VisualPipeline | MaskedPair  # what is measured
+
+
+def paired(pipe: VisualPipeline, masked: str | None) -> Pipeline:
     """A pipeline, or with the name of a masked model of its tokens the two as a `MaskedPair`."""
     if masked is None:
         return pipe

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from visual_spec.models.core.settings import LAW_SETTINGS, SEED, whole
 from visual_spec.pipelines.loading import load_drafter, refined
@@ -16,6 +17,10 @@ from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import DIVISION
+
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+    from visual_spec.samplers.core.base import Sampler
 
 BY_BATCH = "by batch"  # the window of a sampler without one of its own, which narrows in batches
 
@@ -34,7 +39,7 @@ class Setting:
     """
 
     text: str
-    sampler: Any
+    sampler: Sampler
     law: TokenLaw
     seed: int
     drafter: str | None = None
@@ -75,7 +80,7 @@ class Setting:
         )
 
     @contextmanager
-    def on(self, pipe: Any) -> Iterator[None]:
+    def on(self, pipe: Pipeline) -> Iterator[None]:
         """Within, `pipe` has this sampler, drafter and refiner; afterwards its own again.
 
         Raises:
@@ -94,7 +99,7 @@ class Setting:
 
 
 @lru_cache(maxsize=8)
-def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     return load_drafter(name).to(device, dtype)
 
 
@@ -124,7 +129,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     return Setting(text.strip(), sampler, own_law, own_seed, drafter, refiner)
 
 
-def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
+def check_samplers(pipe: Pipeline, settings: Sequence[Setting]) -> None:
     """Refuse, by ValueError, a sampler that the pipeline cannot run, before any of them is run."""
     for setting in settings:
         try:
@@ -134,7 +139,7 @@ def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
             raise ValueError(f"{setting.text}: {error}") from error
 
 
-def sampler_settings(sampler: Any) -> dict[str, Any]:
+def sampler_settings(sampler: Sampler) -> dict[str, Any]:
     """A sampler's class and its settings, those left at their defaults too."""
     config = {name: value for name, value in dict(sampler.config).items() if not name.startswith("_")}
     return {"class": type(sampler).__name__, **config}

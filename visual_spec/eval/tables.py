@@ -20,7 +20,7 @@ _WORDS = (
 )  # headers of columns that hold words
 
 
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+Column = tuple[str, Callable[[Mapping[str, object]], str]]
 
 
 def column(header: str, form: str, *keys: str, times: float = 1) -> Column:
@@ -32,7 +32,7 @@ def column(header: str, form: str, *keys: str, times: float = 1) -> Column:
         times: what numbers are multiplied by.
     """
 
-    def show(row: Mapping[str, Any]) -> str:
+    def show(row: Mapping[str, object]) -> str:
         values = []
         for key in keys:
             value: Any = row
@@ -52,12 +52,14 @@ def interval(header: str, key: str, digits: int = 2, times: float = 1) -> Column
     return column(header, form, *(f"{key}.{name}" for name in ("value", "low", "high")), times=times)
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+def table(rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> str:
     """Markdown: one line a row."""
     return markdown(*cells(rows, columns))
 
 
-def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+def cells(
+    rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
+) -> tuple[list[str], list[list[str]]]:
     """The headers, and the cells of each row."""
     return [header for header, _ in columns], [[show(row) for _, show in columns] for row in rows]
 
@@ -78,7 +80,7 @@ def escaped(text: str) -> str:
     return "".join(_SPECIAL.get(letter, letter) for letter in text)
 
 
-def csv_text(lines: Sequence[Sequence[Any]]) -> str:
+def csv_text(lines: Sequence[Sequence[object]]) -> str:
     """Lines as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,13 @@ from visual_spec.eval import draws, measure
 from visual_spec.eval.intervals import quantiles
 from visual_spec.eval.media import MEDIA
 from visual_spec.eval.settings import Setting, sampler_settings
-from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, promised
+from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, DecodeTrace, promised
 
-Report = Callable[[str], Any]
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+
+Report = Callable[[str], object]
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,7 +37,9 @@ class Decoded:
     processor_seconds: float | None = None
 
 
-def decoded(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> tuple[Decoded, Any]:
+def decoded(
+    pipe: Pipeline, setting: Setting, prompts: Sequence[str], first: int
+) -> tuple[Decoded, DecodeTrace]:
     """The samples from index `first` by the pipeline itself, and the trace of their decoding."""
     with setting.on(pipe):
         output, busy = draws.decode(pipe, setting, prompts, first)
@@ -62,8 +68,8 @@ class Rounds:
 
 def time_rounds(
     count: int,
-    prepare: Callable[[int], Any],
-    decode: Callable[[int, Any, int], tuple[Decoded, float]],
+    prepare: Callable[[int], T],
+    decode: Callable[[int, T, int], tuple[Decoded, float]],
     *,
     device: torch.device,
     batch_size: int,
@@ -109,7 +115,7 @@ def time_rounds(
     return times
 
 
-def facts_of(setting: Setting, plain: Setting) -> dict[str, Any]:
+def facts_of(setting: Setting, plain: Setting) -> dict[str, object]:
     """Return what a document says of a setting beside its figures and beside plain decoding."""
     return {
         "name": setting.name,

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_points_of_the_chart_lie_where_their_numbers_say():
         ("b", 3.0, 30.0, 29.0, 31.0),
         ("c", 2.0, 25.0, -math.inf, math.inf),
     ]
-    figure = draw_points(points, "across", "up")
+    figure: Any = draw_points(points, "across", "up")
     (panel,) = figure.axes
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("across", "up")
     for bar, (_, x, y, low, high), number in zip(panel.containers, points, panel.texts, strict=True):
