@@ -65,7 +65,7 @@ def profile(size: str, args: argparse.Namespace, where: dict[str, Any]) -> Rows:
     condition = official.condition(args.batch)
 
     def decode(callback: Callable[[int, Tensor], Any]) -> None:
-        options = dict(law=law, batch_size=args.batch, callback=callback)
+        options: dict[str, Any] = dict(law=law, batch_size=args.batch, callback=callback)
         setting.sampler(middle, condition, generator=torch.Generator().manual_seed(0), **options)
 
     decode(lambda index, lengths: None)  # compiles and records

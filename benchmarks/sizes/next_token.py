@@ -331,7 +331,9 @@ def time_sampler(
 
     def decode(number: int, callback: Callable[[int, Tensor], Any]) -> Any:
         generator = seeded(number * batch_size, batch_size)
-        options = dict(law=setting.law, generator=generator, batch_size=batch_size, callback=callback)
+        options: dict[str, Any] = dict(
+            law=setting.law, generator=generator, batch_size=batch_size, callback=callback
+        )
         return setting.sampler(middle, condition, **options).trace
 
     for number in range(warmup + runs):

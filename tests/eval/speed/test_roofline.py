@@ -1,5 +1,7 @@
 """The roofline: where rows lie, by arithmetic, and that the chart is written whole or not at all."""
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.refusals import refuses
@@ -45,7 +47,7 @@ def test_the_chart_is_written_once_and_the_same_every_time(tmp_path, name):
 
 def test_the_chart_has_the_roof_and_a_numbered_point_a_row():
     points = roofline.points_of(ROWS, 5e11, 2e13)
-    figure = roofline.draw_roofline(points, 5e11, 2e13, "a title")
+    figure: Any = roofline.draw_roofline(points, 5e11, 2e13, "a title")
     panel, key = figure.axes
     roof, *drawn = panel.lines
     assert list(roof.get_ydata()) == pytest.approx([roof.get_xdata()[0] * 5e11, 2e13, 2e13])

@@ -60,7 +60,7 @@ class CallCost:
         return fed * (2 * weight_bytes // size + 4 * (self.prefix + self.length // 2) * self.attended)
 
 
-def cost_of(model: Any) -> CallCost | None:
+def cost_of(model: object) -> CallCost | None:
     """Of a model that is there; None for one of another architecture."""
     return CallCost(**of_llamagen(model)) if isinstance(model, LlamaGenTransformer) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,15 +12,18 @@ from visual_spec.eval.intervals import ratio_with_error
 from visual_spec.eval.settings import Setting
 from visual_spec.eval.timing import Report, decoded, facts_of, mean_and_deviation, promises_plain
 
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+
 
 def curve(
-    pipe: Any,
+    pipe: Pipeline,
     settings: Sequence[Setting],
     prompts: Sequence[str],
     *,
     batch_size: int,
     report: Report = lambda text: None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """What a call commits under every setting but the first, one sample per prompt; sample i has seed `seed + i`.
 
     Args:

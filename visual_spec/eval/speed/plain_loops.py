@@ -8,22 +8,25 @@ slot, the noise of all slots is drawn beforehand, and nothing is checked, timed,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.philox import philox_log_exponential
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.protocol import NextTokenModel
 
 STRAIGHT = "straight loop, no checks"
 NO_CACHE = "autoregressive, no cache"
 
 
-def fits(model: Any) -> bool:
+def fits(model: object) -> bool:
     """Return whether the straight loop decodes this model: a LlamaGen transformer of pictures."""
     return isinstance(model, LlamaGenTransformer) and model.grid.frames == 1
 
@@ -31,7 +34,7 @@ def fits(model: Any) -> bool:
 @torch.no_grad()
 def straight_loop(
     model: LlamaGenTransformer,
-    condition: Any,
+    condition: TextCondition | Tensor,
     *,
     law: TokenLaw,
     generator: torch.Generator | Sequence[torch.Generator] | None,
@@ -82,7 +85,12 @@ def straight_loop(
 
 @torch.no_grad()
 def decode_without_cache(
-    model: Any, condition: Any, *, law: TokenLaw, generator: Any, batch_size: int
+    model: NextTokenModel,
+    condition: object,
+    *,
+    law: TokenLaw,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    batch_size: int,
 ) -> Tensor:
     """Tokens [B, L] of plain decoding that runs the whole prefix anew for every token: what a cache saves.
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.eval.charts import figure_class, image_bytes
 from visual_spec.eval.timing import median_ms
 from visual_spec.files.whole import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#2160aa", "#c4670e", "#207a42", "#7c3891", "#ba3029", "#0f747a", "#686a72", "#8a5a2b")
 
@@ -60,7 +63,7 @@ def points_of(rows: Sequence[dict[str, Any]], bandwidth: float, peak: float) -> 
     return points
 
 
-def draw_roofline(points: Sequence[Point], bandwidth: float, peak: float, title: str) -> Any:
+def draw_roofline(points: Sequence[Point], bandwidth: float, peak: float, title: str) -> Figure:
     """The chart as a matplotlib figure, both axes logarithmic: a numbered point a row, and the roof."""
     figure = figure_class()(figsize=(11.0, 6.2 + 0.17 * len(points)), layout="constrained")
     panel, key = figure.subplots(2, 1, height_ratios=[6.0, 0.17 * len(points) + 0.2])

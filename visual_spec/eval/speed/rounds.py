@@ -17,10 +17,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visual_spec.data import motion, shapes, tunes
 from visual_spec.eval import draws, measure
@@ -57,6 +57,10 @@ from visual_spec.pipelines.placing import load
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.registry import OWN_ORDER, RASTER
+
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+    from visual_spec.samplers.core.trace import DecodeTrace
 
 _PROMPTS = {"image": shapes, "video": motion, "audio": tunes}
 
@@ -127,7 +131,7 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
     return document, "\n\n".join(filter(None, [shown, note, camera_note(drawn)]))
 
 
-def prompts_of(pipe: Any, count: int) -> list[str]:
+def prompts_of(pipe: Pipeline, count: int) -> list[str]:
     """What is drawn: captions that no trainer has seen, or of a class-conditional pipeline the classes in turn."""
     classes = getattr(pipe, "num_classes", None)
     if classes is None:
@@ -135,7 +139,7 @@ def prompts_of(pipe: Any, count: int) -> list[str]:
     return [str(index % classes) for index in range(count)]
 
 
-def shown_ms(pipe: Any, setting: Setting, prompts: Sequence[str]) -> float:
+def shown_ms(pipe: Pipeline, setting: Setting, prompts: Sequence[str]) -> float:
     """Milliseconds from the tokens of a sample to its pixels, or from codes to waves: the best of some runs."""
     arrays = draws.draw(pipe, setting, prompts[:1], 0)
     stored = arrays[draws.stored_name(arrays)]
@@ -164,7 +168,7 @@ def with_graphs(settings: Sequence[Setting], device: torch.device, *, recordable
 
 
 def time_settings(
-    pipe: Any,
+    pipe: Pipeline,
     settings: Sequence[Setting],
     prompts: Sequence[str],
     *,
@@ -191,13 +195,13 @@ def time_settings(
     if {RASTER, OWN_ORDER} & {*pipe.calls}:
         settings = with_graphs(settings, pipe.device, recordable=_can_record(pipe, prompts[:1]))
     straight = [first] if RASTER in pipe.calls and plain_loops.fits(pipe.transformer) else []
-    traces: list[list[Any]] = [[] for _ in settings]
+    traces: list[list[DecodeTrace]] = [[] for _ in settings]
 
-    def prepare(start: int) -> tuple[list[str], Any]:
+    def prepare(start: int) -> tuple[list[str], object]:
         chosen = [prompts[(start + place) % len(prompts)] for place in range(batch_size)]
         return chosen, _condition(pipe, chosen) if straight else None
 
-    def decode(index: int, asked: tuple[list[str], Any], start: int) -> tuple[Decoded, float]:
+    def decode(index: int, asked: tuple[list[str], object], start: int) -> tuple[Decoded, float]:
         if index == len(settings):
             return _timed_loop(plain_loops.straight_loop, pipe, first, asked[1], start, batch_size)
         drawn, trace = decoded(pipe, settings[index], asked[0], start)
@@ -256,7 +260,7 @@ def _fastest_plain(settings: Sequence[Setting], rounds: Rounds) -> Sequence[floa
     return min(seconds, key=lambda one: quantiles(one)["p50"])
 
 
-def machine_figures(rounds: Rounds, index: int) -> dict[str, Any]:
+def machine_figures(rounds: Rounds, index: int) -> dict[str, object]:
     """Peak memory and processor time of a setting."""
     busy = rounds.processor_seconds
     return {"peak_memory_bytes": rounds.peak[index], **processor_figures(busy[index], busy[0])}
@@ -266,18 +270,23 @@ _LOOP = {"window": None, "sampler": None, "lossless": True, "phase_ms_per_call":
 
 
 @torch.no_grad()
-def _condition(pipe: Any, prompts: Sequence[str]) -> Any:
+def _condition(pipe: Pipeline, prompts: Sequence[str]) -> object:
     return pipe.make_condition(list(prompts))
 
 
 @torch.no_grad()
-def _can_record(pipe: Any, prompts: Sequence[str]) -> bool:
+def _can_record(pipe: Pipeline, prompts: Sequence[str]) -> bool:
     condition = _condition(pipe, prompts)
     return can_record(pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1))
 
 
 def _timed_loop(
-    loop: Callable[..., Tensor], pipe: Any, plain: Setting, condition: Any, start: int, batch_size: int
+    loop: Callable[..., Tensor],
+    pipe: Pipeline,
+    plain: Setting,
+    condition: object,
+    start: int,
+    batch_size: int,
 ) -> tuple[Decoded, float]:
     """Plain decoding by a loop of `plain_loops`, and its seconds."""
     generator = draws.seeded(plain.seed + start, batch_size)
@@ -289,8 +298,8 @@ def _timed_loop(
 
 
 def unit_figures(
-    pipe: Any, setting: Setting, rounds: Rounds, index: int, best: Sequence[float], traces: Sequence[Any]
-) -> dict[str, Any]:
+    pipe: Pipeline, setting: Setting, rounds: Rounds, index: int, best: Sequence[float], traces: Sequence[Any]
+) -> dict[str, object]:
     """What was measured of a setting, by what a call of the model commits.
 
     Args:
@@ -328,11 +337,13 @@ def unit_figures(
     }
 
 
-def _phases(pipe: Any, setting: Setting, traces: Sequence[Any], batch_size: int) -> dict[str, Any]:
+def _phases(
+    pipe: Pipeline, setting: Setting, traces: Sequence[DecodeTrace], batch_size: int
+) -> dict[str, object]:
     """`measure.phase_figures` of the decodes that were timed."""
     calls = [max(1, int(trace.target_calls.max()) - 1) for trace in traces]
 
-    def decode(callback: Callable[[int, Tensor], Any]) -> None:
+    def decode(callback: Callable[[int, Tensor], None]) -> None:
         setting.sampler(
             pipe.transformer,
             condition,
@@ -352,7 +363,7 @@ def _phases(pipe: Any, setting: Setting, traces: Sequence[Any], batch_size: int)
     return measure.phase_figures(seconds, laps, calls, device=pipe.device, busy_ms=busy)
 
 
-def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, Any]:
+def _without_cache(pipe: Pipeline, plain: Setting, prompts: list[str]) -> dict[str, object]:
     """The row of one plain decoding that keeps nothing from call to call."""
     count, device = len(prompts), pipe.device
     cached, trace = decoded(pipe, plain, prompts, 0)
@@ -374,7 +385,7 @@ def _without_cache(pipe: Any, plain: Setting, prompts: list[str]) -> dict[str, A
 
 
 @torch.no_grad()
-def call_costs(model: Any, setting: Setting, batch_size: int) -> dict[str, int | None]:
+def call_costs(model: nn.Module, setting: Setting, batch_size: int) -> dict[str, int | None]:
     """`weight_bytes` and `cache_bytes` that a call cannot but read, and `flops_per_call`, what it computes.
 
     They are known for our own architecture in raster order. None for a model of another order, whose calls differ from

@@ -119,7 +119,7 @@ def measured(
         facts["picture_ms"] = shown_ms(pipe, groups[0][0], labels)
         for row in rows:
             row["floor_ms_per_image"] = row["bytes_per_image"] / facts["copy_bandwidth"] * 1000
-    plain: dict[Any, dict[str, Any]] = {}
+    plain: dict[tuple[int, float], dict[str, Any]] = {}
     for row in rows:
         first = plain.setdefault((row["batch_size"], row["guidance_scale"]), row)
         row["cache_share"] = row["cache_held_per_image"] / (first["cache_held_per_image"] or 1)

@@ -58,9 +58,9 @@ class ScaleCost:
 
 
 def pipeline_on_meta(
-    transformer: dict[str, Any],
-    vq_model: dict[str, Any],
-    refiner: dict[str, Any] | None = None,
+    transformer: Mapping[str, object],
+    vq_model: Mapping[str, object],
+    refiner: Mapping[str, object] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     kinds: Mapping[str, type[nn.Module]] | None = None,
@@ -77,7 +77,7 @@ def pipeline_on_meta(
         settings: of the pipeline.
     """
 
-    def build(name: str, config: dict[str, Any]) -> Any:
+    def build(name: str, config: Mapping[str, object]) -> Any:
         kind: Any = (kinds or {}).get(name, MultiscaleVQModel if name == "vq_model" else VARTransformer)
         with torch.device("meta"):
             return nn.Module.to(kind.from_config(config), dtype).eval()
@@ -163,7 +163,7 @@ class _Counter(TorchDispatchMode):
         tables = {id(m.weight) for net in networks for m in net.modules() if isinstance(m, nn.Embedding)}
         weights = [p for network in networks for p in network.parameters() if id(p) not in tables]
         self._weights = {_place(weight)[0] for weight in weights}
-        self._read: dict[Any, int] = {}
+        self._read: dict[tuple[int, int | None], int] = {}
         self._kept: list[Tensor] = []  # so that no two tensors of a forward have one place
         self.weight_bytes = self.cache_bytes = 0
 
@@ -176,7 +176,7 @@ class _Counter(TorchDispatchMode):
         self._read.clear()
         self._kept.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         made = _place(result)[0] if isinstance(result, Tensor) else None
         for value in (one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))):
@@ -202,7 +202,7 @@ class _Attention(TorchFunctionMode):
         super().__init__()
         self._counter = counter
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is F.scaled_dot_product_attention:
             self._counter.note(args[1], attended=True)
             self._counter.note(args[2], attended=True)
