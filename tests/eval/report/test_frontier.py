@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -78,7 +79,7 @@ def written(tmp_path, document, name="results.json"):
 
 
 def test_points_lie_where_the_figures_say(document):
-    drawn = frontier.draw_frontier(document)
+    drawn: Any = frontier.draw_frontier(document)
     calls_accuracy, clock_accuracy, calls_distance, clock_distance = drawn.axes[:4]
     expected = {
         calls_accuracy: [(1, 1), (1, 1.05), (3, 1), (5, 0.75)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -17,15 +17,23 @@ from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers import registry
 from visual_spec.samplers.registry import MASKED
 
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+    from visual_spec.pipelines.output import AudioPipelineOutput, VideoPipelineOutput
+    from visual_spec.samplers.core.base import Sampler
+
+# The samples of both, the grid of their tokens, their rate, and the scales; see `ComparisonRow`.
+_Shown = tuple[Sequence[object], TokenGrid | None, float, Scales | None]
+
 
 def compare(
     pipe: Any,
     sampler: Any,
     jobs: Sequence[tuple[str, int]],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     *,
-    done: Callable[[int, Any], None] = lambda index, row: None,
-) -> list[Any]:
+    done: Callable[[int, ComparisonRow], None] = lambda index, row: None,
+) -> list[ComparisonRow]:
     """Decode each (prompt, seed) plainly and with `sampler`, one sample at a time.
 
     Args:
@@ -80,12 +88,12 @@ def compare(
     return rows
 
 
-def plain_decoding(pipe: Any) -> Any:
+def plain_decoding(pipe: Pipeline) -> Sampler:
     """The sampler of a pipeline's plain decoding, with settings of the sampler that it has now; see `plain_beside`."""
     return plain_beside(pipe.plain_sampler, pipe.sampler)
 
 
-def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
+def _row(pipe: Pipeline, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
     shown, grid, rate, scales = _SHOWN[pipe.medium](pipe, plain, fast)
     one, two = shown
     trace = fast.trace.beside(plain.trace.law_settings)
@@ -118,7 +126,7 @@ def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
     )
 
 
-def _pictures(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+def _pictures(pipe: Pipeline, plain: Any, fast: Any) -> _Shown:
     images = plain.images[0], fast.images[0]
     if pipe.unit != "scales":
         return images, pipe.transformer.grid, 0, None
@@ -132,14 +140,14 @@ def _pictures(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
     return images, TokenGrid(1, fast.tokens.shape[1]), 0, scales
 
 
-def _clips(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+def _clips(pipe: Pipeline, plain: VideoPipelineOutput, fast: VideoPipelineOutput) -> _Shown:
     clips = tuple(pixels_of(output.frames[0]) for output in (plain, fast))
     return clips, dataclasses.replace(pipe.transformer.grid, frames=len(clips[1])), fast.frame_rate, None
 
 
-def _sounds(pipe: Any, plain: Any, fast: Any) -> tuple[Any, ...]:
+def _sounds(pipe: Pipeline, plain: AudioPipelineOutput, fast: AudioPipelineOutput) -> _Shown:
     return (plain.audios[0], fast.audios[0]), None, fast.sampling_rate, None
 
 
-# By medium: the samples of both, the grid of their tokens, their rate, and the scales; see `ComparisonRow`.
+# By medium.
 _SHOWN = {"image": _pictures, "video": _clips, "audio": _sounds}

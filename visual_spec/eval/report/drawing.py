@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ def fit_square(picture: Image.Image, size: int) -> Image.Image:
 
 
 @cache
-def _font(size: int) -> Any:
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 

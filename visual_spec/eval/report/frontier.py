@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.eval.charts import BAND, GOOD, INK, LINE, LOSSY, MUTED, WHITE, figure_class, inline_svg
 from visual_spec.eval.files import data_url, render_page
@@ -19,6 +19,10 @@ from visual_spec.eval.words import words_of
 from visual_spec.files.documents import json_text
 from visual_spec.files.reading import read_object
 from visual_spec.files.whole import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -141,7 +145,7 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     return across, up
 
 
-def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Any:
+def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Figure:
     """The charts of one evaluation as a matplotlib figure: two speed-ups by two qualities, better is up and right.
 
     Args:
@@ -185,7 +189,7 @@ def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Any
     return figure
 
 
-def _draw_key(panel: Any, rows: Sequence[Row], lines: int) -> None:
+def _draw_key(panel: Axes, rows: Sequence[Row], lines: int) -> None:
     """The numbers of the points and what they stand for, in columns."""
     panel.set_axis_off()
     for number, row in enumerate(rows):
@@ -256,7 +260,7 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
     return points
 
 
-def _number_points(panel: Any, points: Sequence[_Point]) -> None:
+def _number_points(panel: Axes, points: Sequence[_Point]) -> None:
     """Write each point's number near it, where it covers least, with a line to the point where it had to move off."""
     scale = panel.figure.dpi / 72
     marks = [panel.transData.transform((x, y)) for x, y, *_ in points]
@@ -343,7 +347,7 @@ def _check_complete(document: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} is incomplete: {error}; evaluate again") from error
 
 
-def _section(document: dict[str, Any], charts: list[Any]) -> dict[str, Any]:
+def _section(document: dict[str, Any], charts: list[tuple[str, str]]) -> dict[str, Any]:
     """Return what the template shows of a document."""
     extractors = list(document["rows"][0]["features"])
     return {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}

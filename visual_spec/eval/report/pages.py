@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -93,7 +92,7 @@ def write_html(
     rows: Sequence[ComparisonRow],
     path: str | Path,
     title: str | None = None,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
     *,
     overwrite: bool = False,
 ) -> Path:
@@ -162,14 +161,14 @@ def _tiles(rows: Sequence[ComparisonRow]) -> list[tuple[str, str, str]]:
     return [*tiles, (f"same {codes} as plain", str(same), f"of {count}")]
 
 
-def _pictures(row: ComparisonRow) -> dict[str, Any]:
+def _pictures(row: ComparisonRow) -> dict[str, object]:
     plain, fast = (
         {"kind": "image", "url": _picture_url(picture.convert("RGB"))} for picture in (row.plain, row.fast)
     )
     return {"plain": plain, "fast": fast}
 
 
-def _clips(row: ComparisonRow) -> dict[str, Any]:
+def _clips(row: ComparisonRow) -> dict[str, object]:
     strip = Image.fromarray(np.concatenate(list(row.fast), 1))
     players = {"plain": _player(row.plain, row.rate), "fast": _player(row.fast, row.rate)}
     return {**players, "strip": _picture_url(strip)}
@@ -182,7 +181,7 @@ def _player(frames: np.ndarray, frame_rate: float) -> dict[str, str]:
         return {"kind": "image", "url": data_url("image/gif", video_bytes(frames, frame_rate, "gif"))}
 
 
-def _sounds(row: ComparisonRow) -> dict[str, Any]:
+def _sounds(row: ComparisonRow) -> dict[str, object]:
     rate, seconds = int(row.rate), row.fast.shape[-1] / row.rate
     plain, fast = (
         {"kind": "audio", "url": data_url("audio/wav", audio_bytes(wave, rate))}
