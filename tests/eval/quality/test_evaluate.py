@@ -247,7 +247,8 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(pictures, tmp
 
     def stopping(pipe, setting, prompts, first):
         calls.append(setting.text)
-        return draw(Interrupted(pipe) if len(calls) == 6 else pipe, setting, prompts, first)
+        now: Any = Interrupted(pipe) if len(calls) == 6 else pipe
+        return draw(now, setting, prompts, first)
 
     monkeypatch.setattr("visual_spec.eval.draws.draw", stopping)
     with pytest.raises(Stop):

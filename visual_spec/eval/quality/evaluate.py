@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from visual_spec.eval import draws
@@ -37,7 +38,10 @@ from visual_spec.files.reading import COUNT, LIST, OBJECT, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.records import MEDIA
 
-Report = Callable[[str], Any]
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+
+Report = Callable[[str], object]
 PARSER = "parser"
 FEWEST = 4  # samples whose figures have intervals
 _SHOWN = 8  # prompts on the sheet of samples
@@ -53,7 +57,7 @@ _TIMED_ON = (
 
 
 def evaluate(
-    pipe: Any,
+    pipe: Pipeline,
     settings: Sequence[Setting],
     task: Task,
     folder: str | Path,
@@ -124,7 +128,7 @@ def evaluate(
 class _Run:
     """What `evaluate` was asked for, and the sets of its settings, in their order."""
 
-    pipe: Any
+    pipe: Pipeline
     settings: list[Setting]
     task: Task
     folder: Path
@@ -227,7 +231,7 @@ class _Run:
             return
         facts = {"medium": self.pipe.medium, "prompts": self.task.source}
 
-        def coded(index: int) -> Any:
+        def coded(index: int) -> np.ndarray:
             return draws.through_tokenizer(self.pipe, true[index : index + 1])[0]
 
         keep_true_samples(self.folder / "true", self.pipe, facts, prompts, lambda index: true[index])
@@ -258,7 +262,7 @@ class _Run:
         times = read_times(folder) if folder.name != "tokenizer" else []
         return Judged(samples, times, self.features(samples, PARSER), features)
 
-    def document(self, timings: dict[str, Any] | None) -> dict[str, Any]:
+    def document(self, timings: dict[str, Any] | None) -> dict[str, object]:
         """The results, with what they were measured on."""
         first, true = self.settings[0], self.true
         return {
@@ -300,7 +304,7 @@ def folder_name(text: str) -> str:
 
 
 def time_alone(
-    pipe: Any, settings: Sequence[Setting], prompts: Sequence[str], rounds: int
+    pipe: Pipeline, settings: Sequence[Setting], prompts: Sequence[str], rounds: int
 ) -> dict[str, list[list[float]]]:
     """Draw one sample at batch 1 with every setting in every round, after a warm-up.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ from visual_spec.eval.quality.vggish import EMBEDDING_SIZE, SAMPLE_RATE, load_vg
 from visual_spec.files.extras import extra
 from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.core.saved import check_finite
+
+if TYPE_CHECKING:
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _CLAP_RATE = 48_000  # Hz
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
@@ -89,7 +93,7 @@ def _of_transformers(setup: Setup, option: str, missing: str, model: str, proces
     return network, getattr(transformers, processor).from_pretrained(folder, local_files_only=True)
 
 
-def _tokens(tokenizer: Any, texts: list[str], most: int) -> Any:
+def _tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str], most: int) -> BatchEncoding:
     """Texts as a model that reads at most `most` tokens takes them; a tokenizer may be saved without that limit."""
     most = min(most, tokenizer.model_max_length)
     return tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
@@ -132,7 +136,7 @@ def inception_maps(setup: Setup) -> Extractor:
 
 
 @torch.no_grad()
-def _inception(setup: Setup, outputs: list[str]) -> Any:
+def _inception(setup: Setup, outputs: list[str]) -> FeatureExtractorInceptionV3:
     """torch-fidelity's network with some of its features, by the file that is passed or the one in PyTorch's cache."""
     path = setup.networks.get("feature_weights") or find_inception()
     if path is None or not Path(path).is_file():
@@ -196,7 +200,7 @@ def _parse(medium: str, prompt: str, sample: np.ndarray) -> dict[str, bool]:
         return shapes_classes.score_class(prompt, sample)
     if medium == "image" and things_parser.is_caption(prompt):
         return things_parser.score(prompt, sample)
-    parser: Any = {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium]
+    parser = {"image": shapes_parser, "video": motion_parser, "audio": tunes_parser}[medium]
     try:
         return parser.score(prompt, sample)
     except CaptionError:
@@ -343,7 +347,7 @@ def mel_features(setup: Setup) -> Extractor:
 
 def frame_features(setup: Setup) -> Extractor:
     """The embedded classifier of `shapes` pictures over the frames of videos, see `FrameStatistics`."""
-    network: Any = FrameStatistics(load_shapes_features()).to(setup.device)
+    network = FrameStatistics(load_shapes_features()).to(setup.device)
 
     def part(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         return {"features": features_of(network, _stacked(samples, first, end))}

@@ -280,7 +280,7 @@ class FeatureFolder:
         return [(first, min(first + CHUNK, len(samples))) for first in range(0, len(samples), CHUNK)]
 
     def extract_share(
-        self, samples: SampleFiles, rank: int, shards: int, report: Callable[[str], Any]
+        self, samples: SampleFiles, rank: int, shards: int, report: Callable[[str], object]
     ) -> None:
         """Extract every `shards`-th chunk that is not there, from chunk `rank`. What is not finite is refused."""
         mine = self.chunks(samples)[rank::shards]

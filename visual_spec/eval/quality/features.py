@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ class FrameStatistics(nn.Module):
         network: maps uint8 pictures [B, 3, H, W] to features [B, D].
     """
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: ShapesFeatures) -> None:
         super().__init__()
         self.network, self.num_features = network, 2 * network.num_features
 

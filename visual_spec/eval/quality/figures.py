@@ -51,7 +51,7 @@ class Judged:
         return [time[name] for time in self.times if name in time]
 
     @property
-    def accuracy(self) -> dict[str, Any]:
+    def accuracy(self) -> dict[str, object]:
         """See `accuracy.summarise`; without figures if the parser knows none of the prompts."""
         hits = hits_of(self.attributes)
         if any(hits):
@@ -68,7 +68,7 @@ def figures_of(
     *,
     on_processor: bool,
     kernels: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The figures of all settings, each as {value, low, high} with a 95 % interval.
 
     Args:
@@ -98,7 +98,7 @@ def figures_of(
         references: {tokenizer: accuracy and features of `tokenizer`}.
     """
 
-    def compared(judged: Judged, plain: Judged | None = None) -> dict[str, Any]:
+    def compared(judged: Judged, plain: Judged | None = None) -> dict[str, object]:
         strata = judged.samples.prompts
         return {
             name: compare_features(
@@ -134,7 +134,7 @@ def figures_of(
     return {"references": {"tokenizer": reference}, "rows": rows}
 
 
-def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Judged) -> dict[str, Any]:
+def setting_figures(setting: Setting, first: Setting, judged: Judged, plain: Judged) -> dict[str, object]:
     """Return what a setting is, what it promises, and its calls; see `figures_of`.
 
     Args:
@@ -175,10 +175,10 @@ def _promise(setting: Setting, judged: Judged, first: Setting, plain: Judged) ->
 
 def clocks_of(
     judged: Judged, plain: Judged, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """wall_clock and processor_time of a setting; see `figures_of`."""
 
-    def clocked(kind: str) -> dict[str, Any]:
+    def clocked(kind: str) -> dict[str, object]:
         seconds = judged.batches(kind), plain.batches(kind)
         return clock_figures(judged.times[0]["samples"], seconds, alone.get(kind))
 
@@ -227,14 +227,14 @@ def compare_features(
     *,
     strata: Sequence[str] | None = None,
     kernel: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Distances of the features `[N, D]` of drawn samples to true samples and to plain decoding.
 
     Args:
         strata: what each sample was asked for; see `published.deal`.
         kernel: kernel audio distances too.
     """
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     for name, other in (("real", real), ("plain", plain)):
         if other is not None:
             figures[f"frechet_to_{name}"] = frechet_of_pairs(drawn, other, strata)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FILES = "HPS_v2*.pt"
 _MEAN, _SPREAD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
@@ -38,7 +41,7 @@ _NAMES = (  # open_clip's, and transformers'
 )
 
 
-def load_preference(folder: str | Path) -> tuple[Any, Any]:
+def load_preference(folder: str | Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """The network with its weights fixed, and its tokenizer.
 
     Args:

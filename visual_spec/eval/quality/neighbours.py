@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from visual_spec.eval.intervals import Figure, mean_figure, share_interval
 from visual_spec.eval.quality.published import check_features
 
-Report = Callable[[str], Any]
+Report = Callable[[str], object]
 _ROWS = 512  # of a distance matrix held at once: 100 MB for 50,000 samples
 _PAIRS = 4096  # whose differences are held at once
 _CANDIDATES = 16  # more than the neighbours asked for, whose distances are computed from differences

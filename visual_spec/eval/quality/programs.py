@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ class VideoProgram:
         try:
             # FVD's file is TorchScript
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                self._network: Any = torch.jit.load(path, map_location=device).eval().float()
+                self._network = torch.jit.load(path, map_location=device).eval().float()
         except Exception as error:  # the reader raises anything, and so does the program
             raise self._refusal("is no TorchScript file, or fails when it is loaded", error) from error
 

@@ -168,7 +168,7 @@ def _json_lines(path: Path) -> PromptSet:
     )
 
 
-def _prompt_of(record: Any, where: str) -> str:
+def _prompt_of(record: object, where: str) -> str:
     if isinstance(record, dict):
         for name in _COLUMNS:
             if isinstance(record.get(name), str):
@@ -249,7 +249,7 @@ def _coco(content: Any, path: Path) -> PromptSet:
             f"{path} is no file of COCO captions ({type(error).__name__}: {error}); it needs annotations with "
             "image_id, id and caption."
         ) from error
-    first: dict[Any, str] = {}
+    first: dict[object, str] = {}
     for image, _, text in rows:
         first.setdefault(image, str(text).strip())
     return PromptSet(tuple(first.values()))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -368,7 +368,7 @@ def inception_score_adm(logits: Tensor, strata: Sequence[str] | None = None, *, 
     return _jackknife(score(torch.ones(len(logits), dtype=torch.bool)), left_out)
 
 
-def _fidelity(name: str) -> Any:
+def _fidelity(name: str) -> ModuleType:
     """A module of torch-fidelity."""
     import importlib
 

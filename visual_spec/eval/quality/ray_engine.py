@@ -9,6 +9,7 @@ the same rows again. Batches that are on disk are not drawn twice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from visual_spec.eval.quality.sample_set import Report, SampleSet, held
 from visual_spec.files.extras import extra
 
 
-def require_ray() -> Any:
+def require_ray() -> ModuleType:
     """The module `ray`; ImportError where Ray Data is missing (extra `scale`)."""
     with extra("scale", "--engine ray needs Ray Data"):
         import ray  # pyright: ignore[reportMissingImports]
@@ -41,7 +42,7 @@ class _Drawer:
         except (ValueError, OSError, ImportError) as error:
             self.refused = str(error)
 
-    def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, object]:
         for first in rows["first"].tolist():
             try:
                 if not self.refused and self.work.done(first) is None:
@@ -57,7 +58,7 @@ def sample_with_ray(
     *,
     workers: int | None = None,
     report: Report = lambda text: None,
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Draw a set on a Ray cluster, or go on where a run stopped.
 
     The cluster is the one that `RAY_ADDRESS` names; without one, Ray starts on this machine.
@@ -94,7 +95,7 @@ def sample_with_ray(
 
 
 def _draw_missing(
-    ray: Any, make: Callable[[], SampleSet], outline: SampleSet, workers: int | None, report: Report
+    ray: ModuleType, make: Callable[[], SampleSet], outline: SampleSet, workers: int | None, report: Report
 ) -> None:
     missing = [first for first in outline.batches if outline.done(first) is None]
     if not missing:

@@ -13,7 +13,6 @@ weights among it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -33,7 +32,7 @@ def shard_bytes(
     indices: Sequence[int],
     seeds: Sequence[int],
     prompts: Sequence[str],
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
 ) -> bytes:
     """The file of a batch, of which the first samples are kept, as many as there are prompts.
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from einops import rearrange
@@ -59,7 +59,10 @@ from visual_spec.pipelines.audio_files import audio_bytes
 from visual_spec.pipelines.video_files import check_format, video_bytes
 from visual_spec.records import MEDIA
 
-Report = Callable[[str], Any]
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
+
+Report = Callable[[str], object]
 _MINUTE = 60.0  # seconds
 BATCHES = "batches"
 _VBENCH_RATE = 8.0  # frames per second, as VBench's guide writes its videos
@@ -98,7 +101,7 @@ class SampleSet:
         """The first sample of every batch."""
         return range(0, self.num, self.batch_size)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """All that fixes the samples; JSON types only."""
         return {
             "model": self.model,
@@ -114,7 +117,7 @@ class SampleSet:
         }
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self) -> dict[str, str | bool]:
         """What a call is asked beside prompts and law."""
         negative = {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
         return negative | ({"output_logprobs": True} if self.logprobs else {})
@@ -236,7 +239,7 @@ class SampleSet:
 
     # -- all of them --------------------------------------------------------------------------------------------------
 
-    def finish(self) -> dict[str, Any] | None:
+    def finish(self) -> dict[str, object] | None:
         """Join the lines once all batches are there, and return what they sum up to; None as long as some are not."""
         manifest: list[dict[str, Any]] = []
         for first in self.batches:
@@ -289,7 +292,7 @@ class SampleSet:
 
 def sample(
     work: SampleSet, *, rank: int = 0, shards: int = 1, report: Report = lambda text: None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Draw a set, or go on where a run stopped.
 
     Args:
@@ -414,7 +417,7 @@ def _sample_facts(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]
     return measured | ({"head_calls": int(arrays["head_calls"][place])} if "head_calls" in arrays else {})
 
 
-def file_bytes(pipe: Any, sample: np.ndarray) -> bytes:
+def file_bytes(pipe: Pipeline, sample: np.ndarray) -> bytes:
     """The file that keeps a sample of a pipeline, as `media.show` gives it."""
     if pipe.medium == "image":
         return png_bytes(Image.fromarray(sample))
@@ -434,7 +437,11 @@ def all_whole(folder: Path, lines: Sequence[dict[str, Any]]) -> bool:
 
 
 def keep_true_samples(
-    folder: Path, pipe: Any, facts: dict[str, Any], prompts: Sequence[str], make: Callable[[int], np.ndarray]
+    folder: Path,
+    pipe: Pipeline,
+    facts: dict[str, object],
+    prompts: Sequence[str],
+    make: Callable[[int], np.ndarray],
 ) -> None:
     """Write samples that no sampler drew as a set that scorers read, unless they are there whole.
 
@@ -463,12 +470,12 @@ def keep_true_samples(
     write_atomically(inside(folder, MANIFEST, folder), text, overwrite=True)
 
 
-def weights_of(pipe: Any) -> str:
+def weights_of(pipe: Pipeline) -> str:
     """The fingerprint of all weights of a pipeline."""
     return fingerprint(part for part in pipe.components.values() if hasattr(part, "state_dict"))
 
 
-def settle(path: Path, settings: dict[str, Any]) -> None:
+def settle(path: Path, settings: dict[str, object]) -> None:
     """Write the settings of a folder, or compare them with those its samples were drawn under.
 
     Raises:

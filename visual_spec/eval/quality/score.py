@@ -7,6 +7,7 @@ The metrics stand in `visual_spec.eval.quality.metric_table.METRICS`, what they 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ class Scoring:
                     f"{len(one)}{'' if one.files else f' as arr_0 ({one.arrays})'}"
                 )
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> dict[str, object] | None:
         """Return what fixed the samples, where `visual-spec sample` drew them."""
         there = (self.drawn.path / RUN).exists() or (self.drawn.path / RUN).is_symlink()
         return read_run(self.drawn.path) if self.drawn.files and there else None
@@ -188,11 +189,11 @@ class Scoring:
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
-    def figures(self, report: Report = lambda text: None) -> dict[str, Any]:
+    def figures(self, report: Report = lambda text: None) -> dict[str, object]:
         """All figures by name."""
-        document: dict[str, Any] = {}
+        document: dict[str, object] = {}
         for metric in (METRICS[name] for name in self.metrics):
-            facts: dict[str, Any] = {"interval": metric.interval, "samples": len(self.drawn)}
+            facts: dict[str, object] = {"interval": metric.interval, "samples": len(self.drawn)}
             facts |= {"extractor": metric.features, "weights": self.extractor(metric.features).hash}
             if metric.reference and self.reference is not None:
                 facts["reference_samples"] = len(self.reference) or None
@@ -262,12 +263,12 @@ def score(
     }
 
 
-def key(line: dict[str, Any]) -> tuple[Any, ...]:
+def key(line: Mapping[str, object]) -> tuple[object, ...]:
     """Return what makes two samples a pair."""
     return line["index"], line["prompt"], line["seed"]
 
 
-def _mean(values: Tensor) -> dict[str, Any]:
+def _mean(values: Tensor) -> Mapping[str, float | str]:
     """The mean of finite values with its interval: the ratio of signal to noise of equal pictures is infinite."""
     finite = values[values.isfinite()]
     if len(values) == 1:  # whose spread nobody knows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from visual_spec.eval.tables import csv_text, escaped
 _FACTS = ("value", "low", "high", "samples", "reference_samples", "extractor", "weights", "interval", "note")
 
 
-def scores_csv(figures: dict[str, dict[str, Any]]) -> str:
+def scores_csv(figures: Mapping[str, Mapping[str, object]]) -> str:
     """One line a figure: its value, its interval and what it was computed from."""
     lines = [[name, *(figure.get(fact, "") for fact in _FACTS)] for name, figure in figures.items()]
     return csv_text([["figure", *_FACTS], *lines])

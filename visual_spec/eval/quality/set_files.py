@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from visual_spec.eval.quality.media_files import MEDIA
 from visual_spec.files.reading import (
@@ -60,6 +61,8 @@ BATCH_FACTS = {
 }
 _FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
 
+T = TypeVar("T")
+
 
 def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) -> list[dict[str, Any]]:
     """The lines of a manifest, or of a batch that will be part of one. Every file lies in the folder, and is no link.
@@ -110,7 +113,7 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
     return {"reference": None, **scores}
 
 
-def _refused_again(read: Any, path: Path, *kinds: Any) -> Any:
+def _refused_again(read: Callable[..., T], path: Path, *kinds: object) -> T:
     """Return what `read` returns; its refusals say what to do."""
     try:
         return read(path, *kinds)

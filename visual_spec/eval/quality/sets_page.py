@@ -140,7 +140,7 @@ def _points(sets: Sequence[ScoredSet], distance: str) -> list[Point]:
     ]
 
 
-def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
+def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, object]:
     """A prompt, and what each set has for it."""
     lines = [one.samples.lines[index] for one in sets]
     paths = [one.samples.path / line["file"] for one, line in zip(sets, lines, strict=True)]

@@ -18,7 +18,7 @@ from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.metric_table import NEIGHBOURS
 from visual_spec.eval.quality.published import Gaussian
 
-Report = Callable[[str], Any]
+Report = Callable[[str], object]
 Figures = dict[str, dict[str, Any]]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from visual_spec.data import motion, shapes, shapes_classes, things, tunes, tunes_synth
 from visual_spec.data.captions import captions_of
 from visual_spec.eval.quality.prompt_files import PromptSet
+
+if TYPE_CHECKING:
+    from visual_spec.eval.pair import Pipeline
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
 
@@ -68,7 +71,7 @@ def own_task(prompts: PromptSet, count: int) -> Task:
     return Task(texts, None, prompts.fingerprint)
 
 
-def task_of(pipe: Any, count: int) -> Task:
+def task_of(pipe: Pipeline, count: int) -> Task:
     """Return what a pipeline is asked for: captions, or classes where it draws the classes of `shapes`.
 
     Raises:
