@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, is_of, promise, unwrapped
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler, read_sampler
@@ -17,6 +17,7 @@ from visual_spec.samplers.registry import all_samplers, by_name, sampler_class
 
 if TYPE_CHECKING:
     from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.samplers.core.base import Sampler
 
 logger = logging.getLogger("visual_spec")
 _PLAIN = "_visual_spec_plain_sampler"
@@ -98,7 +99,7 @@ def accelerate(
     return pipe
 
 
-def _set_sampler(pipe: Any, sampler: Any) -> Any:
+def _set_sampler(pipe: VisualPipeline, sampler: Sampler) -> Sampler:
     """Set a sampler that fits, and return the one before; a refusal leaves that one."""
     before = pipe.sampler
     try:
@@ -110,7 +111,7 @@ def _set_sampler(pipe: Any, sampler: Any) -> Any:
     return before
 
 
-def refusals(pipe: Any) -> dict[str, str]:
+def refusals(pipe: VisualPipeline) -> dict[str, str]:
     """What `accelerate(pipe, name)` says to each sampler of the registry, by name; empty where it fits."""
     said: dict[str, str] = {}
     for entry in all_samplers():
@@ -133,7 +134,7 @@ def restore(pipe: Any) -> Any:
     return pipe
 
 
-def summary(pipe: Any) -> str:
+def summary(pipe: object) -> str:
     """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds.
 
     Before the first ones: the sampler, and whether it keeps tokens.
@@ -179,7 +180,7 @@ def _loaded(path: str) -> Adapter:
     return getattr(import_module(f"{__name__}.{module}"), name)()
 
 
-def _adapter(thing: Any) -> Adapter | None:
+def _adapter(thing: object) -> Adapter | None:
     """The adapter of a model of another library, or of what holds one; None for a pipeline of ours and what nobody
     takes."""
     if _is_ours(thing):
@@ -192,7 +193,7 @@ def _adapter(thing: Any) -> Adapter | None:
     return None
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(thing: object) -> Iterator[object]:
     """A model, what it wraps, the components of a pipeline, and the head of a NextStep."""
     inner = unwrapped(thing)
     yield inner
@@ -202,6 +203,6 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield getattr(one, "image_head", None)
 
 
-def _is_ours(pipe: Any) -> bool:
+def _is_ours(pipe: object) -> TypeGuard[VisualPipeline]:
     """Whether it is a pipeline of this package; their base is not imported to find out."""
     return any(kind.__name__ == "VisualPipeline" for kind in type(pipe).__mro__)

@@ -6,12 +6,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from visual_spec.samplers.core.precision import low_precision_of
 from visual_spec.samplers.core.trace import IDENTICAL, LOSSLESS, OTHER, promised, up_to_near_ties
 from visual_spec.samplers.registry import check_sampler
 
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.base import Sampler
+
+Thing = TypeVar("Thing")
 PLAIN = "_visual_spec_plain"
 _ABSENT = object()
 
@@ -34,35 +38,35 @@ class Adapter(ABC):
     kin: ClassVar[Collection[str]] = ()
 
     @abstractmethod
-    def models(self, thing: Any) -> Sequence[Any]:
+    def models(self, thing: object) -> Sequence[Any]:
         """The models of this kind that an object is, wraps or holds."""
 
     @abstractmethod
-    def accelerate(self, thing: Any, sampler: Any, **options: Any) -> Any:
+    def accelerate(self, thing: Thing, sampler: Any, **options: Any) -> Thing:
         """Hang the accelerated functions on the models of an object, and return the object; refusals change nothing."""
 
-    def claims(self, thing: Any) -> bool:
+    def claims(self, thing: object) -> bool:
         """Whether an object is for this adapter, be it to refuse it by name."""
         return is_of(unwrapped(thing), self.kin) or bool(self.models(thing))
 
-    def parts(self, model: Any) -> Sequence[Any]:
+    def parts(self, model: Any) -> Sequence[object]:
         """What `accelerate` hangs functions on: a model, and parts of it."""
         return (model,)
 
-    def read_text(self, text: str) -> Any:
+    def read_text(self, text: str) -> object:
         """The sampler of a text: `name` or `name:setting=value,...`."""
         from visual_spec.pipelines.sampler_text import read_sampler
 
         return read_sampler(text)
 
-    def restore(self, thing: Any) -> Any:
+    def restore(self, thing: Thing) -> Thing:
         """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
         for model in self.models(thing):
             for part in self.parts(model):
                 take_off(part)
         return thing
 
-    def summary(self, thing: Any) -> str:
+    def summary(self, thing: object) -> str:
         """What the last call of each accelerated model cost, a line each."""
         lines = [self.line(model) for model in self.models(thing) if is_accelerated(model)]
         return "\n".join(lines) or f"{type(thing).__name__}: not accelerated"
@@ -72,7 +76,7 @@ class Adapter(ABC):
         trace = model.last_trace
         return self.promised(model) if trace is None else trace.summary()
 
-    def promised(self, model: Any) -> str:
+    def promised(self, model: object) -> str:
         """One line on an accelerated model whatever it has decoded: what was done, and whether its output stays."""
         return f"{type(model).__name__}: {self.expects(model)}; nothing decoded yet"
 
@@ -81,7 +85,7 @@ class Adapter(ABC):
         return promise(model.sampler, model=model)
 
 
-def promise(sampler: Any, plain: Any = None, model: Any = None) -> str:
+def promise(sampler: Sampler, plain: Sampler | None = None, model: object = None) -> str:
     """A sampler by name, and what becomes of the tokens beside those of `plain`; None: plain decoding's defaults.
 
     `model`: whose type limits it, where rounding decides near-ties.
@@ -92,7 +96,7 @@ def promise(sampler: Any, plain: Any = None, model: Any = None) -> str:
     return f"{type(sampler).__name__}, {words.get(kept, 'not lossless')}"
 
 
-def hang(model: Any, **attributes: Any) -> None:
+def hang(model: object, **attributes: object) -> None:
     """Set attributes of an object, and remember those that it had of its own before it was first accelerated.
 
     Copies and pickles of the object are plain: what is hung belongs to this one, and may hold graphs of a GPU.
@@ -105,7 +109,7 @@ def hang(model: Any, **attributes: Any) -> None:
         own[name] = value
 
 
-def take_off(thing: Any) -> None:
+def take_off(thing: object) -> None:
     """Give an object back what it had before `hang`."""
     _made_plain(vars(thing))
 
@@ -118,26 +122,26 @@ def _made_plain(own: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _plain_state(model: Any) -> dict[str, Any]:
+def _plain_state(model: object) -> object:
     """What `copy` and `pickle` make another object of."""
     blank = object.__new__(type(model))
     vars(blank).update(_made_plain(dict(vars(model))))
     return blank.__getstate__()
 
 
-def tell(model: Any, before: bool, **values: Any) -> None:
+def tell(model: object, before: bool, **values: object) -> None:
     """Set what the last call has come to, such as `last_trace`; not on a model that was accelerated `before` the call
     and restored meanwhile."""
     if is_accelerated(model) or not before:
         vars(model).update(values)
 
 
-def is_accelerated(model: Any) -> bool:
+def is_accelerated(model: object) -> bool:
     """Whether something is hung on it."""
     return PLAIN in vars(model)
 
 
-def plain(model: Any, name: str) -> Any:
+def plain(model: object, name: str) -> Any:
     """A method of an accelerated model as it was before."""
     before = vars(model)[PLAIN].get(name, _ABSENT)
     return getattr(type(model), name).__get__(model) if before is _ABSENT else before
@@ -168,7 +172,7 @@ def unwrapped(thing: Any) -> Any:
             return thing
 
 
-def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> bool:
+def is_of(thing: object, names: Collection[str], library: str = "transformers") -> bool:
     """Whether it is an object of a class of a library ("": of any), or of a subclass, by name: nothing is imported."""
     begins = f"{library}." if library else ""
     return any(
@@ -178,7 +182,7 @@ def is_of(thing: Any, names: Collection[str], library: str = "transformers") -> 
     )
 
 
-def refuse_sampler(model: Any, sampler: Any, why: str) -> None:
+def refuse_sampler(model: object, sampler: object, why: str) -> None:
     """Refuse a sampler of a model that takes none.
 
     Raises:
@@ -190,7 +194,7 @@ def refuse_sampler(model: Any, sampler: Any, why: str) -> None:
         )
 
 
-def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
+def check_needs(sampler: object, drafter: object, fitting: str) -> None:
     """Refuse a sampler that could not make its first call.
 
     Raises:
@@ -208,7 +212,9 @@ def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
         )
 
 
-def check_writes_texts(sampler: Any, calls: tuple[str, ...], fitting: str, drafter: Any = None) -> None:
+def check_writes_texts(
+    sampler: Sampler, calls: tuple[str, ...], fitting: str, drafter: object = None
+) -> None:
     """Refuse a sampler that does not fit a model of these calls, or that decodes no texts which end early.
 
     `fitting`: about the drafter, see `check_needs`.

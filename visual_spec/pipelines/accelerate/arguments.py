@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.state import WATCHER
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+    from visual_spec.models.next_token.cached_decoder import CachedDecoder
+    from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
+    from visual_spec.samplers.core.base import Sampler
+    from visual_spec.samplers.core.law import TokenLaw
+    from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+
 # Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed, by
 # the values beside None that do nothing.
-_BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
+_BY_NEUTRAL_VALUE: tuple[tuple[tuple[object, ...], str], ...] = (
     (
         (),
         "assistant_model custom_generate dola_layers exponential_decay_length_penalty forced_bos_token_id "
@@ -67,13 +77,13 @@ class Request:
         asked: what the call itself says, by name.
     """
 
-    config: Any
+    config: GenerationConfig
     asked: dict[str, Any]
 
 
 def read_request(
     model: Any,
-    generation_config: Any,
+    generation_config: GenerationConfig | None,
     arguments: Mapping[str, Any],
     family: str,
     inputs: Collection[str],
@@ -103,7 +113,9 @@ def read_request(
     return Request(config, asked)
 
 
-def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str], reads: Collection[str]) -> None:
+def _refuse(
+    values: Mapping[str, object], family: str, inputs: Collection[str], reads: Collection[str]
+) -> None:
     for name, value in values.items():
         if value is None or name in UNREAD:
             continue
@@ -117,7 +129,7 @@ def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str], rea
         )
 
 
-def check_neutral(name: str, value: Any, neutral: Collection[Any], advice: str) -> None:
+def check_neutral(name: str, value: object, neutral: Collection[object], advice: str) -> None:
     """Refuse an argument that is neither None nor one of the values that do nothing.
 
     Raises:
@@ -134,7 +146,7 @@ def check_neutral(name: str, value: Any, neutral: Collection[Any], advice: str) 
     )
 
 
-def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_arguments(model: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of a call of `generate` by name, positional ones by the names that this model's method gives them.
 
     What the model calls `inputs` is its `input_ids`.
@@ -158,7 +170,13 @@ def by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
     return function(model, **bound_arguments(model, args, kwargs))
 
 
-def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) -> Any:
+def noise_of(
+    stage: CachedDecoder,
+    sampler: Sampler,
+    law: TokenLaw,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    ids: Tensor,
+) -> torch.Generator | Sequence[torch.Generator] | DrawnNoise | None:
     """The noise of a decode by a `CachedDecoder`: the generators that were passed. Where there are none, what
     `torch.multinomial` takes from PyTorch's default generator, if the model's own `generate` draws so, on a CPU, and
     the sampler keeps tokens.
@@ -187,7 +205,7 @@ def noise_of(stage: Any, sampler: Any, law: Any, generator: Any, ids: Tensor) ->
     )
 
 
-def logprobs_asked(sampler: Any, asked: bool) -> dict[str, bool]:
+def logprobs_asked(sampler: object, asked: bool) -> dict[str, bool]:
     """What a call of a sampler takes for `output_logprobs`; refused of one that does not keep them (ValueError)."""
     if not asked:
         return {}
@@ -197,8 +215,8 @@ def logprobs_asked(sampler: Any, asked: bool) -> dict[str, bool]:
 
 def returned(
     sequences: Tensor,
-    config: Any,
-    trace: Any,
+    config: GenerationConfig,
+    trace: DecodeTrace,
     kind: str = "GenerateDecoderOnlyOutput",
     drawn: int | None = None,
 ) -> Any:
@@ -242,7 +260,7 @@ class LiveStream:
                 prompt, long [R, N].
         """
 
-        def watch(result_so_far: Callable[[], Any]) -> None:
+        def watch(result_so_far: Callable[[], SampleResult]) -> None:
             result = result_so_far()
             ready = int((result.trace.commit_call >= 0).all(0).cumprod(0).sum())
             self.put(ids_of(result.tokens, ready))
