@@ -9,10 +9,12 @@ of `generate` with a processor that forbids every other id: greedy ones, and sam
 `torch.manual_seed` on a CPU. Only a tie up to rounding can make a difference.
 """
 
+from __future__ import annotations
+
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     check_writes_texts,
     hang,
     is_accelerated,
@@ -49,6 +52,12 @@ from visual_spec.samplers.core.history import (
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import RASTER
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
+
+    from visual_spec.samplers.core.base import Sampler
+
 # Settings of `generate` that are neutral for other models, and rules here.
 _RULES = ("no_repeat_ngram_size", "repetition_penalty")
 _USUAL_NEW = 20  # tokens that transformers makes where nothing is said
@@ -66,7 +75,7 @@ class CodeAdapter(Adapter):
     fast_sampler = "speculative-jacobi:window=auto"
     options = ("codes", "end", "drafter")
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         model = unwrapped(thing)
         config = getattr(model, "config", None)
         if not isinstance(model, nn.Module) or getattr(config, "is_encoder_decoder", True):
@@ -76,8 +85,14 @@ class CodeAdapter(Adapter):
         return [model] if writes and {"PreTrainedModel", "GenerationMixin"} <= names else []
 
     def accelerate(
-        self, thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None, drafter: Any = None
-    ) -> Any:
+        self,
+        thing: Thing,
+        sampler: Sampler,
+        *,
+        codes: object = None,
+        end: int | None = None,
+        drafter: object = None,
+    ) -> Thing:
         """Write codes with a sampler of next-token models.
 
         Args:
@@ -112,7 +127,7 @@ class CodeAdapter(Adapter):
         return f"{promise(model.sampler, model=model)}, codes {model.codes} alone"
 
 
-def _check_codes(model: Any, codes: Any) -> None:
+def _check_codes(model: object, codes: object) -> None:
     if codes is None:
         raise TypeError(
             f"cannot decode a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), and "
@@ -126,17 +141,17 @@ def generate_codes(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    codes: Any = None,
+    codes: object = None,
     end: int | None = None,
     negative_prompt_ids: Tensor | None = None,
     negative_prompt_attention_mask: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     logits_processor: Sequence[Any] | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
-    streamer: Any = None,
-    sampler: Any = None,
-    drafter: Any = None,
+    streamer: BaseStreamer | None = None,
+    sampler: Sampler | None = None,
+    drafter: object = None,
     output_logprobs: bool = False,
     **settings: Any,
 ) -> Any:
@@ -218,14 +233,14 @@ def generate_codes(
         )
     condition = ImagePrompt(prompt, negative).repeat(count)
     given, pad = input_ids.repeat_interleave(count, 0), config.pad_token_id
-    live, sampler = LiveStream(streamer, given), model.sampler if sampler is None else sampler
-    noise = noise_of(stage, sampler, law, generator, given)
+    live, chosen = LiveStream(streamer, given), model.sampler if sampler is None else sampler
+    noise = noise_of(stage, chosen, law, generator, given)
     parts: dict[str, Any] = dict(generator=noise, batch_size=len(given), callback=callback)
-    parts |= logprobs_asked(sampler, output_logprobs)
-    if sampler.needs_drafter:
+    parts |= logprobs_asked(chosen, output_logprobs)
+    if chosen.needs_drafter:
         parts["drafter"] = own.get("drafter") if drafter is None else drafter
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
-        result = sampler(stage, condition, law=law, **parts)
+        result = chosen(stage, condition, law=law, **parts)
     tell(model, hung, last_trace=result.trace)
     texts = stage.texts(result.tokens, pad).to(given.device)
     if isinstance(noise, DrawnNoise):
@@ -236,7 +251,7 @@ def generate_codes(
 
 def _with_rules(
     law: TokenLaw,
-    config: Any,
+    config: GenerationConfig,
     stage: CodeLanguageModel,
     penalty: float,
     least: int,
@@ -256,7 +271,7 @@ def _with_rules(
     return TokenLaw(**numbers, history=tuple(rules), end=stage.end)
 
 
-def lengths(config: Any, given: int) -> tuple[int, int]:
+def lengths(config: GenerationConfig, given: int) -> tuple[int, int]:
     """The most and the least tokens of a text after a prompt of `given`, as transformers reads them."""
 
     def setting(new: str, whole: str, default: int) -> int:

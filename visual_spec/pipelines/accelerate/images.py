@@ -13,12 +13,14 @@ routed to `generate_images`, so that pipelines which call it, such as `diffusers
 unchanged. A compiled model, a PEFT model and a pipeline of transformers stand for the model inside.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from visual_spec.models.core.transformers_cache import CACHES, ImagePrompt, Prom
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     check_needs,
     hang,
     is_accelerated,
@@ -48,8 +51,14 @@ from visual_spec.pipelines.accelerate.drawn_noise import DrawnNoise
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import RASTER_TREE_ORDER, check_sampler
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
 
-def image_model_class(model: Any) -> Any:
+    from visual_spec.samplers.core.base import Sampler
+
+
+def image_model_class(model: object) -> Any:
     """The class that draws with a transformers model (by the name of its class, or of a parent), or None."""
     known, homes = image_models(), ("transformers.", "visual_spec.")
     for parent in type(model).__mro__:
@@ -71,13 +80,13 @@ class ImageAdapter(Adapter):
     fast_sampler = "speculative-jacobi:window=auto"
     options = ("drafter",)
 
-    def models(self, thing: Any) -> list[Any]:
-        thing = unwrapped(thing)
-        parts = getattr(thing, "components", None)
-        candidates = map(unwrapped, parts.values()) if isinstance(parts, dict) else [thing]
+    def models(self, thing: object) -> list[Any]:
+        inner = unwrapped(thing)
+        parts = getattr(inner, "components", None)
+        candidates = map(unwrapped, parts.values()) if isinstance(parts, dict) else [inner]
         return [part for part in candidates if image_model_class(part) is not None]
 
-    def accelerate(self, thing: Any, sampler: Any, drafter: Any = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: Sampler, drafter: object = None) -> Thing:
         """Draw with a sampler of next-token models; `drafter`, for samplers that need one: a smaller model of the same
         class.
 
@@ -103,7 +112,7 @@ class ImageAdapter(Adapter):
         return thing
 
 
-def _check_drafter(model: Any, drafter: Any) -> None:
+def _check_drafter(model: object, drafter: object) -> None:
     if drafter is not None and image_model_class(drafter) is not image_model_class(model):
         raise TypeError(f"drafter is a {type(drafter).__name__}; pass a smaller {type(model).__name__}.")
 
@@ -116,13 +125,13 @@ def generate_images(
     *,
     negative_prompt_ids: Tensor | None = None,
     negative_prompt_attention_mask: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
-    drafter: Any = None,
-    streamer: Any = None,
+    drafter: object = None,
+    streamer: BaseStreamer | None = None,
     stream_tokens: int | None = None,
-    sampler: Any = None,
+    sampler: Sampler | None = None,
     output_logprobs: bool = False,
     **inputs: Any,
 ) -> Any:
@@ -182,13 +191,13 @@ def generate_images(
         helper = helper[0], helper[1].repeat(count)
     start = input_ids.shape[1] if stage.returns_prompt else 0
     live = LiveStream(streamer, input_ids.repeat_interleave(count, 0), stream_tokens)
-    traces, sampler = [], model.sampler if sampler is None else sampler
-    kept = logprobs_asked(sampler, output_logprobs)
+    traces, chosen = [], model.sampler if sampler is None else sampler
+    kept = logprobs_asked(chosen, output_logprobs)
     while True:
         more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
-        noise = noise_of(stage, sampler, law, generator, condition.prompt.ids)
+        noise = noise_of(stage, chosen, law, generator, condition.prompt.ids)
         with live.watching(functools.partial(_known, stage, condition, start)):
-            result = sampler(
+            result = chosen(
                 stage,
                 condition,
                 law=law,
@@ -255,7 +264,7 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
 
 
-def law_of(config: Any, default_guidance: float, least_kept: int = 1) -> TokenLaw:
+def law_of(config: GenerationConfig, default_guidance: float, least_kept: int = 1) -> TokenLaw:
     """The law that `generate` samples image tokens from under a generation config.
 
     Args:
@@ -285,7 +294,7 @@ def law_of(config: Any, default_guidance: float, least_kept: int = 1) -> TokenLa
     )
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: object, *args: object, **kwargs: object) -> Any:
     """`generate` of an accelerated model: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
     plain_generate = functools.partial(plain(model, "generate"), *args, **kwargs)
@@ -308,7 +317,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return generate_images(model, **asked)
 
 
-def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any]) -> Any:
+def _generate_constrained(model: Any, plain_generate: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
     """`generate` of an accelerated Emu3 with `prefix_allowed_tokens_fn`, the constraint of its documentation: by
     `generate_images` if the function lays out one picture, else as before, with a warning."""
     from visual_spec.models.next_token.emu3_constraint import NoLayoutError
@@ -343,7 +352,7 @@ def _generate_constrained(model: Any, plain_generate: Any, kwargs: dict[str, Any
     return output
 
 
-def _most_new_tokens(settings: Mapping[str, Any], config: Any, before: int) -> int:
+def _most_new_tokens(settings: Mapping[str, Any], config: GenerationConfig, before: int) -> int:
     """Tokens that `generate` makes at most after a prompt of `before` tokens; 20 is its own default."""
     if (new := settings.get("max_new_tokens", config.max_new_tokens)) is not None:
         return new

@@ -9,10 +9,12 @@ nothing else. `generate` always plays here, so it is routed to `generate_audio`,
 unchanged.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -26,6 +28,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     check_needs,
     hang,
     is_accelerated,
@@ -43,6 +46,13 @@ from visual_spec.pipelines.accelerate.arguments import (
 from visual_spec.pipelines.accelerate.images import law_of
 from visual_spec.samplers.registry import COLUMNS, check_sampler
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.utils.generic import ModelOutput
+
+    from visual_spec.samplers.core.base import Sampler
+
 _INPUTS = ("encoder_outputs", "input_values", "padding_mask", "input_features", "decoder_input_ids")
 
 
@@ -59,11 +69,11 @@ class MusicAdapter(Adapter):
     options = ("drafter",)
     kin = ("Musicgen*",)
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         model = unwrapped(thing)
         return [model] if is_of(model, WHOLE_MODELS) else []
 
-    def accelerate(self, thing: Any, sampler: Any, drafter: Any = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: Sampler, drafter: object = None) -> Thing:
         """Play with a sampler of columns; `drafter` as for `generate_audio`.
 
         Raises:
@@ -94,17 +104,17 @@ def generate_audio(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    encoder_outputs: Any = None,
+    encoder_outputs: ModelOutput | Sequence[Tensor] | None = None,
     input_values: Tensor | None = None,
     padding_mask: Tensor | None = None,
     input_features: Tensor | None = None,
     decoder_input_ids: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
-    drafter: Any = None,
-    streamer: Any = None,
-    sampler: Any = None,
+    drafter: object = None,
+    streamer: BaseStreamer | None = None,
+    sampler: Sampler | None = None,
     output_logprobs: bool = False,
     **settings: Any,
 ) -> Any:
@@ -183,10 +193,10 @@ def generate_audio(
         steps = _delayed(model, columns.codes(tokens, condition), length)[1]
         return steps[:, start.shape[1] : 1 + columns.first_step + ready]
 
-    sampler = model.sampler if sampler is None else sampler
-    kept = logprobs_asked(sampler, output_logprobs)
+    chosen = model.sampler if sampler is None else sampler
+    kept = logprobs_asked(chosen, output_logprobs)
     with live.watching(steps_of):
-        result = sampler(
+        result = chosen(
             columns,
             condition,
             law=law,
@@ -231,7 +241,7 @@ def _num_books(model: Any) -> int:
     return model.decoder.config.num_codebooks // model.decoder.config.audio_channels
 
 
-def _num_steps(model: Any, config: Any, known: int, asked: dict[str, Any]) -> int:
+def _num_steps(model: Any, config: GenerationConfig, known: int, asked: dict[str, Any]) -> int:
     """The steps that `generate` would make, with the empty one at the start and the steps of `known` frames."""
     config = copy.deepcopy(config)
     by_default = asked.get("max_length") is None
