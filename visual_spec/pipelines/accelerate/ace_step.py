@@ -14,8 +14,9 @@ Source: `acestep/llm_inference.py` and `acestep/constrained_logits_processor.py`
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     check_writes_texts,
     hang,
     is_accelerated,
@@ -37,6 +39,9 @@ from visual_spec.pipelines.accelerate.speech_rules import BySlot
 from visual_spec.samplers.core.history import HistoryRule, NotBefore, RepetitionPenalty, Text
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import RASTER
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.base import Sampler
 
 _LOOPS = ("_generate_with_cfg_custom", "_generate_with_constrained_decoding")
 
@@ -61,32 +66,33 @@ class AceStepAdapter(Adapter):
     calls = (RASTER,)
     fast_sampler = "speculative-jacobi:window=auto"
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         return [thing] if type(thing).__name__ == "LLMHandler" and hasattr(thing, "llm_backend") else []
 
-    def accelerate(self, thing: Any, sampler: Any) -> Any:
+    def accelerate(self, thing: Thing, sampler: Sampler) -> Thing:
         """Replace the loops of its codes.
 
         Raises:
             TypeError: a sampler that does not fit, a handler without a model, or one whose model another engine runs.
         """
-        if thing.llm is None or thing.llm_backend != "pt":
+        (handler,) = self.models(thing)
+        if handler.llm is None or handler.llm_backend != "pt":
             raise TypeError(
-                f"this LLMHandler has llm_backend={thing.llm_backend!r} and {'no' if thing.llm is None else 'a'} "
+                f"this LLMHandler has llm_backend={handler.llm_backend!r} and {'no' if handler.llm is None else 'a'} "
                 "model; call initialize(..., backend='pt') first."
             )
         check_writes_texts(sampler, self.calls, "of which ACE-Step takes none; name another sampler")
-        if (reason := why_not(thing.llm)) is not None:
-            raise TypeError(f"its {type(thing.llm).__name__} cannot be read: {reason}.")
-        loops = {name: functools.partial(_loop, thing, name) for name in _LOOPS}
-        hang(thing, sampler=sampler, last_trace=None, **loops)
+        if (reason := why_not(handler.llm)) is not None:
+            raise TypeError(f"its {type(handler.llm).__name__} cannot be read: {reason}.")
+        loops = {name: functools.partial(_loop, handler, name) for name in _LOOPS}
+        hang(handler, sampler=sampler, last_trace=None, **loops)
         return thing
 
 
 @torch.no_grad()
 def _loop(handler: Any, name: str, **given: Any) -> Tensor:
     """What a loop of the handler returns: long [R, T + N], prompts and codes with their end; R = 2 with guidance."""
-    processor: Any = given.get("constrained_processor")
+    processor = given.get("constrained_processor")
     prefix = "batch_" if name == _LOOPS[0] else ""
     ids, mask = given[f"{prefix}input_ids"], given[f"{prefix}attention_mask"]
     if processor is None:
@@ -163,7 +169,7 @@ def _rules(given: dict[str, Any], processor: Any, end: int) -> tuple[HistoryRule
     return (*rules, *((BySlot(filters),) if filters else ()))
 
 
-def _ranges(ids: Any) -> list[tuple[int, int]]:
+def _ranges(ids: Iterable[int]) -> list[tuple[int, int]]:
     """Half-open ranges of a set of ids."""
     ordered = sorted(ids)
     cuts = [place for place in range(1, len(ordered)) if ordered[place] != ordered[place - 1] + 1]

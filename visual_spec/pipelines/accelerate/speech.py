@@ -43,7 +43,7 @@ from torch import Tensor
 
 from visual_spec.models.continuous.speech_heads import PocketTTSHead, SpeechHead
 from visual_spec.models.core.offload import at_hand
-from visual_spec.pipelines.accelerate.adapter import Adapter, is_accelerated, refuse_sampler, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, Thing, is_accelerated, refuse_sampler, unwrapped
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
 from visual_spec.pipelines.accelerate.vibevoice import VibeVoice
 from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
@@ -57,7 +57,7 @@ class PocketTTS(SpeechModel):
     replaces = (GENERATE, FORWARD, _FLOW)
 
     def begin(self) -> None:
-        self.embedded: dict[Any, Tensor] = {}
+        self.embedded: dict[tuple[object, ...], Tensor] = {}
 
     def count_latents(self, run: SpeechRun, result: Any) -> Tensor:
         mask = getattr(result, "audio_latents_mask", None)
@@ -111,11 +111,11 @@ class SpeechAdapter(Adapter):
     fast_sampler = None  # all that is done is exact
     kin = ("VibeVoice*", "PocketTTS*")
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         model = unwrapped(thing)
         return [model] if _kind_of(model) is not None else []
 
-    def accelerate(self, thing: Any, sampler: Any = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: object = None) -> Thing:
         """Replace what `generate` calls. Twice changes nothing.
 
         Raises:
@@ -139,10 +139,10 @@ class SpeechAdapter(Adapter):
             kind(model).hang()
         return thing
 
-    def expects(self, model: Any) -> str:
+    def expects(self, model: object) -> str:
         return f"the same latents in fewer calls, {up_to_rounding(low_precision_of(model))}"
 
 
-def _kind_of(model: Any) -> type[SpeechModel] | None:
+def _kind_of(model: object) -> type[SpeechModel] | None:
     names = {parent.__name__ for parent in type(model).__mro__}
     return next((kind for name, kind in MODELS.items() if name in names), None)

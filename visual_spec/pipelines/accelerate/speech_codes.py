@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
 from visual_spec.models.next_token.speech_language import SpeechLanguageModel
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     check_writes_texts,
     hang,
     is_accelerated,
@@ -57,6 +58,13 @@ from visual_spec.samplers.core.state import WATCHER
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.registry import RASTER
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
+
+    from visual_spec.samplers.core.base import Sampler
+    from visual_spec.samplers.core.noise import CounterNoise
+
 _RULES = ("no_repeat_ngram_size", "repetition_penalty", "suppress_tokens")
 # What a talker counts its positions by.
 _PLACES = (
@@ -76,13 +84,13 @@ class SpeechCodeAdapter(Adapter):
     calls = (RASTER,)
     fast_sampler = "speculative-jacobi:window=auto"
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[nn.Module]:
         inner = unwrapped(thing)
         held = (inner, *(getattr(inner, name, None) for name in ("talker", "t3", "llm")))
         frames = (*held, getattr(getattr(inner, "model", None), "llm", None))
         return [one for one in frames if isinstance(one, nn.Module) and _loops(one)][:1]
 
-    def accelerate(self, thing: Any, sampler: Any) -> Any:
+    def accelerate(self, thing: Thing, sampler: Sampler) -> Thing:
         """Replace the loops of its codes.
 
         Raises:
@@ -109,7 +117,7 @@ class SpeechCodeAdapter(Adapter):
         return thing
 
 
-def _loops(model: Any) -> dict[str, Callable[..., Any]]:
+def _loops(model: object) -> dict[str, Callable[..., Any]]:
     """The loops of a model that are replaced, by name."""
     names = {kind.__name__ for kind in type(model).__mro__}
     if "Qwen2_5OmniTalkerForConditionalGeneration" in names:
@@ -122,7 +130,12 @@ def _loops(model: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _drawn(
-    model: Any, stage: SpeechLanguageModel, law: TokenLaw, noise: Any, prompt: Prompt, **settings: Any
+    model: Any,
+    stage: SpeechLanguageModel,
+    law: TokenLaw,
+    noise: torch.Generator | Sequence[torch.Generator] | CounterNoise | None,
+    prompt: Prompt,
+    **settings: Any,
 ) -> SampleResult:
     """What the model's sampler draws; tokens are codes [B, L]."""
     hung, sampler = is_accelerated(model), settings.pop("sampler", None) or model.sampler
@@ -134,7 +147,7 @@ def _drawn(
     return result
 
 
-def _prompt(embeds: Tensor, rows: int, mask: Tensor | None = None, **where: Any) -> Prompt:
+def _prompt(embeds: Tensor, rows: int, mask: Tensor | None = None, **where: Tensor | None) -> Prompt:
     shape = rows, embeds.shape[1]
     mask = torch.ones(shape, device=embeds.device) if mask is None else mask
     ids = torch.arange(rows, device=embeds.device)[:, None].expand(shape)
@@ -150,11 +163,11 @@ def talk(
     *,
     inputs_embeds: Tensor | None = None,
     thinker_reply_part: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     generator: torch.Generator | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
-    streamer: Any = None,
-    sampler: Any = None,
+    streamer: BaseStreamer | None = None,
+    sampler: Sampler | None = None,
     **settings: Any,
 ) -> Any:
     """Draw the codes of Qwen2.5-Omni's talker; see `Qwen2_5OmniTalkerForConditionalGeneration.generate`.
@@ -234,12 +247,12 @@ class _Read(Exception):
     """The first call of a decoder was seen."""
 
 
-def _first_call(model: Any, **inputs: Any) -> dict[str, Any]:
+def _first_call(model: Any, **inputs: object) -> dict[str, Any]:
     """What the talker's own `generate` hands to its decoder at first: how prompts are opened, and when positions are
     counted by their mask, differs between versions of transformers."""
     seen: dict[str, Any] = {}
 
-    def stop(_: Any, args: Any, given: dict[str, Any]) -> None:
+    def stop(_: object, args: object, given: dict[str, object]) -> None:
         seen.update(given)
         raise _Read
 
@@ -253,7 +266,7 @@ def _first_call(model: Any, **inputs: Any) -> dict[str, Any]:
     raise AssertionError("the talker's generate did not call its decoder")
 
 
-def _rules(config: Any, ends: list[int], least: int) -> tuple[HistoryRule, ...]:
+def _rules(config: GenerationConfig, ends: list[int], least: int) -> tuple[HistoryRule, ...]:
     """The rules of a generation config, in the order of transformers."""
     rules: list[HistoryRule] = []
     if (penalty := config.repetition_penalty or 1.0) != 1:
@@ -282,7 +295,7 @@ def _texts(tokens: Tensor, ends: list[int], pad: int | None) -> Tensor:
 def speak(
     model: Any,
     *,
-    t3_cond: Any,
+    t3_cond: object,
     text_tokens: Tensor,
     initial_speech_tokens: Tensor | None = None,
     prepend_prompt_speech_tokens: Tensor | None = None,
@@ -355,7 +368,7 @@ def speak(
 @torch.no_grad()
 def speak_turbo(
     model: Any,
-    t3_cond: Any,
+    t3_cond: object,
     text_tokens: Tensor,
     temperature: float = 0.8,
     top_k: int = 1000,
@@ -448,8 +461,8 @@ def write(
     law = TokenLaw(history=(*rules, repetition_aware(model), Closing(tuple(ends), ends[0])), end=ends[0])
     generator = decoding.pop("generator", None)
 
-    def draw(hear: Callable[[Callable[[], Any]], Any]) -> Any:
-        def watch(result_so_far: Callable[[], Any]) -> Any:
+    def draw(hear: Callable[[Callable[[], list[int]]], object]) -> list[int]:
+        def watch(result_so_far: Callable[[], SampleResult]) -> object:
             result = result_so_far()
             ready = int((result.trace.commit_call[0] >= 0).cumprod(0).sum())
             return hear(lambda: result.tokens[0, :ready].tolist())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visual_spec.models.core.settings import AUTO
 from visual_spec.pipelines.accelerate.adapter import hang, tell
@@ -71,7 +71,7 @@ class SpeechModel:
         self.model = model
         self.plain = {name: getattr(model, name) for name in self.replaces}
         self.run: SpeechRun | None = None
-        self.loops: dict[Any, RecordedFunction] = {}
+        self.loops: dict[object, RecordedFunction] = {}
 
     def hang(self) -> None:
         """Replace the model's functions. `generate` reads the signatures of some, so they stay what they were."""
@@ -81,7 +81,7 @@ class SpeechModel:
         }
         hang(self.model, **functions, last_trace=None)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         if self.run is not None:  # one that `generate` calls itself
             return self.plain[GENERATE](*args, **kwargs)
         self.run = run = SpeechRun(wants_graph(AUTO, self.model))
@@ -106,11 +106,11 @@ class SpeechModel:
         tell(self.model, True, last_trace=trace)
         return result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         compiled = torch.compiler.is_compiling()
         return (self.plain[FORWARD] if compiled or self.run is None else self.call)(*args, **kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: object, **kwargs: object) -> Any:
         """The model's own forward, counted and timed."""
         run = self.run
         assert run is not None
@@ -123,14 +123,14 @@ class SpeechModel:
     def begin(self) -> None:
         """A `generate` begins."""
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         """It ended with a result, or failed with None."""
 
     def count_latents(self, run: SpeechRun, result: Any) -> Tensor:
         """Latents of each sample, long [B] on the CPU."""
         raise NotImplementedError
 
-    def solve(self, head: Any, key: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def solve(self, head: nn.Module, key: object, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """A latent: the function of the inputs, recorded where that is possible.
 
         Args:

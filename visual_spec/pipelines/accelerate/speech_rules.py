@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,15 @@ from visual_spec.kernels.launch import nowhere
 from visual_spec.kernels.law import descending
 from visual_spec.samplers.core.history import RepetitionPenalty, Text, ended_by
 
+if TYPE_CHECKING:
+    from transformers import TopPLogitsWarper
+
 
 @dataclass(frozen=True)
 class BySlot:
     """Processors of transformers that read a slot's scores alone, such as `TopPLogitsWarper`, in their order."""
 
-    processors: tuple[Callable[[Any, Any], Any], ...]
+    processors: tuple[Callable[..., Tensor], ...]
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         rows = scores.flatten(0, 1)
@@ -32,7 +35,7 @@ class BySlot:
 class TopP:
     """`TopPLogitsWarper` of transformers; on a processor by value, as NumPy sorts scores alone sooner."""
 
-    warper: Any
+    warper: TopPLogitsWarper
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if scores.device.type == "cpu" and scores.itemsize > 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.transformers_cache import CACHE
 from visual_spec.models.next_token.length_limits import length_limits
 from visual_spec.pipelines.accelerate.speech_model import FORWARD, GENERATE, SpeechModel, SpeechRun
+
+if TYPE_CHECKING:
+    from transformers import Cache, GenerationConfig
 
 _PREPARE, _RESTART = "_prepare_negative_generation", "_reset_negative_cache_for_audio_start"
 _STEP, _LATENT = "_step_negative_branch", "_sample_audio_latent"
@@ -33,7 +36,7 @@ class _Text:
 
     cache: Any
     mask: Any
-    given_positions: Any
+    given_positions: Tensor | None
     embeds: Tensor
 
     ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE)
@@ -73,7 +76,7 @@ class VibeVoice(SpeechModel):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.solvers: dict[Any, LinearSolver | None] = {}
+        self.solvers: dict[tuple[type, str, int], LinearSolver | None] = {}
         # Rotary embeddings that follow the longest text of a call: beyond this each text needs a call of its own.
         decoder = model.model.language_model
         self.longest = min((most for most, _ in length_limits(decoder, decoder)), default=None)
@@ -81,15 +84,15 @@ class VibeVoice(SpeechModel):
     def begin(self) -> None:
         self.scale = 1.0
         self.negative: tuple[Tensor, dict[str, Any]] | None = None  # ids and arguments of its next call
-        self.guiding: tuple[Any, Tensor] | None = None  # its cache and mask
+        self.guiding: tuple[Cache, Tensor] | None = None  # its cache and mask
         self.joined: JoinedCache | None = None
         # Of the last joint call: what the negative and the guiding text would say, if they are asked.
         self.negative_ahead: Any = None
         self.guiding_ahead: Any = None
         self.restarted: Tensor | None = None
-        self.embedded: dict[Any, Tensor] = {}
+        self.embedded: dict[tuple[object, ...], Tensor] = {}
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         if self.joined is not None and getattr(result, CACHE, None) is not None:
             self.joined.release()
         self.begin()
@@ -100,7 +103,7 @@ class VibeVoice(SpeechModel):
 
     # -- the language model --------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         if self.run is None or self.negative is None or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         if len(args) == 1 and set(kwargs) == {"attention_mask", "use_cache", CACHE}:
@@ -151,7 +154,7 @@ class VibeVoice(SpeechModel):
         )
         return texts if fits else []
 
-    def _joint_call(self, texts: list[_Text], kwargs: dict[str, Any]) -> Any:
+    def _joint_call(self, texts: list[_Text], kwargs: dict[str, object]) -> Any:
         """One call for all texts. Returns what the positive one's would; keeps what the others' would."""
         caches = [text.cache for text in texts]
         if self.joined is None or [*map(id, self.joined.caches)] != [*map(id, caches)]:
@@ -182,14 +185,17 @@ class VibeVoice(SpeechModel):
     # -- the negative text ---------------------------------------------------------------------------------------------
 
     def _prepare_negative_generation(
-        self, batch_size: int, generation_config: Any, *args: Any, **kwargs: Any
+        self, batch_size: int, generation_config: GenerationConfig, *args: object, **kwargs: object
     ) -> Any:
         self.negative = self.plain[_PREPARE](batch_size, generation_config, *args, **kwargs)
         self.scale = generation_config.guidance_scale
         return self.negative
 
     def _reset_negative_cache_for_audio_start(
-        self, diffusion_start_mask: Tensor, negative_input_ids: Tensor, negative_model_kwargs: dict[str, Any]
+        self,
+        diffusion_start_mask: Tensor,
+        negative_input_ids: Tensor,
+        negative_model_kwargs: dict[str, object],
     ) -> None:
         self.plain[_RESTART](diffusion_start_mask, negative_input_ids, negative_model_kwargs)
         self.restarted = diffusion_start_mask
@@ -200,8 +206,8 @@ class VibeVoice(SpeechModel):
         next_tokens: Tensor,
         inputs_embeds: Tensor | None,
         negative_input_ids: Tensor,
-        negative_model_kwargs: dict[str, Any],
-        negative_forward: Callable[..., Any],
+        negative_model_kwargs: dict[str, object],
+        negative_forward: Callable[..., object],
     ) -> Any:
         given = (diffusion_mask, next_tokens, inputs_embeds, negative_input_ids, negative_model_kwargs)
         if self.run is None:
@@ -268,7 +274,7 @@ class VibeVoice(SpeechModel):
         self.run.head_calls += num_diffusion_steps
         return latents.unsqueeze(1)
 
-    def _solver(self, scheduler: Any, steps: int) -> LinearSolver | None:
+    def _solver(self, scheduler: object, steps: int) -> LinearSolver | None:
         config = repr(sorted(getattr(scheduler, "config", {}).items()))
         key = (type(scheduler), config, steps)
         if key not in self.solvers:
