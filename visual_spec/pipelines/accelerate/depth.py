@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch import Tensor
 from visual_spec.models.columns.depth import CsmDepth, DepthDecoder, MoshiDepth, QwenDepth
 from visual_spec.models.core.settings import AUTO
 from visual_spec.models.next_token.length_limits import length_limits
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, is_of, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Adapter, Thing, hang, is_of, unwrapped
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
@@ -111,7 +111,7 @@ class DepthTrace:
             self.near_ties = count if self.near_ties is None else self.near_ties + count
 
 
-def check_window(sampler: Any, model: str) -> None:
+def check_window(sampler: object, model: str) -> None:
     """Refuse what draws no frames.
 
     Raises:
@@ -132,7 +132,7 @@ class DepthAdapter(Adapter):
     takes = tuple(MODELS)
     fast_sampler = None  # all that is done is exact
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         model = unwrapped(thing)
         return [model] if is_of(model, MODELS, "") and self.decoder_of(model) is not None else []
 
@@ -144,7 +144,7 @@ class DepthAdapter(Adapter):
             )
         return DepthWindow(**settings)
 
-    def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: DepthWindow | None = None) -> Thing:
         """Replace the `generate` of the depth decoder. Calling it again swaps the window.
 
         Raises:
@@ -160,7 +160,7 @@ class DepthAdapter(Adapter):
         hang(model, last_trace=frames.trace)
         return thing
 
-    def parts(self, model: Any) -> tuple[Any, ...]:
+    def parts(self, model: Any) -> tuple[object, ...]:
         return self.decoder_of(model), model
 
     def line(self, model: Any) -> str:
@@ -173,15 +173,26 @@ class DepthAdapter(Adapter):
         same = up_to_near_ties("the same codes", low_precision_of(self.decoder_of(model)))
         return f"{trace.codes} codes a frame in a static cache, {drawn}, {same}"
 
-    def decoder_of(self, model: Any) -> Any:
+    def decoder_of(self, model: object) -> Any:
         """The decoder of the codes of a frame; None where the model was built without its talker."""
         for name in _entry(model)[0].split("."):
             model = getattr(model, name, None)
         return model
 
 
-def _entry(model: Any) -> tuple[str, Callable[[Any], DepthDecoder], str]:
+def _entry(model: object) -> tuple[str, Callable[[Any], DepthDecoder], str]:
     return next(MODELS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in MODELS)
+
+
+class _Law(NamedTuple):
+    """How the codes of a frame are chosen."""
+
+    key: str  # of all that it was read from
+    score: Callable[[Tensor, Tensor], Tensor]  # of ids [B, m] and logits [B, n, V]
+    low: str | None  # what the decoder rounds to
+    sampled: bool
+    as_output: bool
+    with_states: bool
 
 
 class _Frames:
@@ -193,7 +204,7 @@ class _Frames:
         self.model, self.decoder, self.argument, self.window = model, decoder, argument, window
         self.plain = model.generate
         self.trace = DepthTrace(name, decoder.steps, window)
-        self._laws: dict[str, Any] = {}
+        self._laws: dict[str, _Law | str] = {}
         self._recorded: dict[str, RecordedFunction] = {}
         self._last: Tensor | None = None  # codes of the frame before
 
@@ -202,7 +213,7 @@ class _Frames:
         hidden: Any = kwargs.get(self.argument)
         ids: Any = kwargs.get("input_ids")
         settings = {name: kwargs[name] for name in kwargs if name not in ("input_ids", self.argument)}
-        law: Any = f"it got no {self.argument} by name"
+        law = f"it got no {self.argument} by name"
         if not args and isinstance(hidden, Tensor):
             if ids is None:
                 ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
@@ -211,44 +222,41 @@ class _Frames:
             self.trace.plain += 1
             self.trace.reason = law
             return self.plain(*args, **kwargs)
-        key, score, low, sampled, as_output, with_states = law
         watch = Stopwatch()
-        noise = draw_noise(self.decoder, len(ids), ids.device) if sampled else None
-        made = self._codes(key, score, low, ids, hidden, noise)
+        noise = draw_noise(self.decoder, len(ids), ids.device) if law.sampled else None
+        made = self._codes(law, ids, hidden, noise)
         codes = check_codes(made[:, : self.decoder.steps], self.trace.model)
         watch.lap("frame", codes.device)
-        self.trace.met(low, None if low is None else made[:, self.decoder.steps :])
+        self.trace.met(law.low, None if law.low is None else made[:, self.decoder.steps :])
         self.trace.frames += 1
         self.trace.seconds += watch.read()[0]
         sequences = torch.cat([ids, codes], 1)
-        if not as_output:
+        if not law.as_output:
             return sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         # Of hidden states only the first of each step are known, what was read: those Qwen3-Omni sums.
-        states: Any = None
-        if with_states:
+        states = None
+        if law.with_states:
             read = self.decoder.embed(0, codes[:, :-1], hidden).split(1, 1)
             states = tuple((state,) for state in (self.decoder.begin(ids, hidden), *read))
         return GenerateDecoderOnlyOutput(sequences=sequences, hidden_states=states)  # pyright: ignore[reportArgumentType]
 
-    def _codes(
-        self, key: str, score: Any, low: str | None, ids: Tensor, hidden: Tensor, noise: Tensor | None
-    ) -> Tensor:
+    def _codes(self, law: _Law, ids: Tensor, hidden: Tensor, noise: Tensor | None) -> Tensor:
         """The codes of a frame, [B, steps]; -1 where a hidden state is no number. Where the decoder rounds to the type
         `low`, [B, 2 steps]: after the codes those that are near-ties."""
 
         def choose(ids: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
-            scores = score(ids, logits)
+            scores = law.score(ids, logits)
             return (scores if noise is None else scores.softmax(-1) / noise).argmax(-1)
 
         def marked(codes: Tensor, states: Tensor) -> Tensor:
             found = codes.where(states.isfinite().all(-1), -1)
-            if low is None:
+            if law.low is None:
                 return found
-            scores = score(torch.cat([ids, codes[:, :-1]], 1), self.decoder.heads(0, states))
+            scores = law.score(torch.cat([ids, codes[:, :-1]], 1), self.decoder.heads(0, states))
             largest = scores.masked_fill(scores.isinf(), 0).abs().amax(-1)
-            near = near_ties_of(scores, noise, largest * rounding_unit(low))
+            near = near_ties_of(scores, noise, largest * rounding_unit(law.low))
             return torch.cat([found, near.long()], 1)
 
         if self.window is not None:
@@ -265,11 +273,11 @@ class _Frames:
         inputs = (ids, hidden) if noise is None else (ids, hidden, noise)
         if not wants_graph(AUTO, self.model):
             return frame(*inputs)
-        if key not in self._recorded:
-            self._recorded[key] = RecordedFunction(self.model, frame)
-        return self._recorded[key](*inputs)
+        if law.key not in self._recorded:
+            self._recorded[law.key] = RecordedFunction(self.model, frame)
+        return self._recorded[law.key](*inputs)
 
-    def _law(self, settings: dict[str, Any], ids: Tensor) -> Any:
+    def _law(self, settings: dict[str, object], ids: Tensor) -> _Law | str:
         """How a code is chosen with settings of `generate`, and these; or, where the decoder's own `generate` has to
         draw, why."""
         low = low_precision_of(self.model)
@@ -280,7 +288,7 @@ class _Frames:
             self._laws[key] = self._read(key, low, settings, ids)
         return self._laws[key]
 
-    def _read(self, key: str, low: str | None, settings: dict[str, Any], ids: Tensor) -> Any:
+    def _read(self, key: str, low: str | None, settings: dict[str, object], ids: Tensor) -> _Law | str:
         from transformers import LogitsProcessorList
         from transformers.generation.configuration_utils import GenerationMode
 
@@ -338,11 +346,11 @@ class _Frames:
             return torch.stack(list(map(torch.as_tensor, rows)), 1)
 
         sampled = sampled is GenerationMode.SAMPLE
-        return key, score, low, sampled, config.return_dict_in_generate, states
+        return _Law(key, score, low, sampled, config.return_dict_in_generate, states)
 
 
 def draw_noise(
-    decoder: DepthDecoder, rows: int, device: Any, generator: torch.Generator | None = None
+    decoder: DepthDecoder, rows: int, device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
     """The noise of a frame's steps as `torch.multinomial` draws it step by step, [rows, steps, V]."""
     draws = [torch.empty(rows, decoder.vocab_size, device=device) for _ in range(decoder.steps)]
