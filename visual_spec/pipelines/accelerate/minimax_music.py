@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.columns.depth import MiniMaxDepth
-from visual_spec.pipelines.accelerate.adapter import hang, is_of, take_off, unwrapped
+from visual_spec.pipelines.accelerate.adapter import Thing, hang, is_of, take_off, unwrapped
 from visual_spec.pipelines.accelerate.depth import (
     DepthAdapter,
     DepthTrace,
@@ -57,11 +57,11 @@ class MiniMaxMusicAdapter(DepthAdapter):
 
     takes = (PIPELINE,)
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         pipe = unwrapped(thing)
         return [pipe] if is_of(pipe, (PIPELINE,), "diffusers") else []
 
-    def accelerate(self, thing: Any, sampler: DepthWindow | None = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: DepthWindow | None = None) -> Thing:
         """Wrap the block that writes codes. Calling it again swaps the window.
 
         Raises:
@@ -87,7 +87,7 @@ class MiniMaxMusicAdapter(DepthAdapter):
     def decoder_of(self, model: Any) -> Any:
         return model.rvq_depth_decoder
 
-    def parts(self, model: Any) -> tuple[Any, ...]:
+    def parts(self, model: Any) -> tuple[object, ...]:
         place = _place(model._blocks)
         return (model,) if place is None else (place[0], model)
 
@@ -156,7 +156,7 @@ class _Step:
         return result
 
 
-def _some_rows(head: Any, offset: int, codes: int, end: int, hidden: Tensor) -> Tensor:
+def _some_rows(head: nn.Linear, offset: int, codes: int, end: int, hidden: Tensor) -> Tensor:
     """Logits [..., V], minus infinity for ids that are never drawn."""
     logits = hidden.new_full((*hidden.shape[:-1], len(head.weight)), -torch.inf)
     logits[..., offset : offset + codes] = F.linear(hidden, head.weight[offset : offset + codes])
@@ -174,7 +174,7 @@ class _FrameCodes:
 
     def __init__(
         self,
-        decoder: Any,
+        decoder: nn.Module,
         offset: int,
         scale: float,
         most: int,
@@ -186,7 +186,12 @@ class _FrameCodes:
         self._last: Tensor | None = None  # codes of the frame before
 
     def __call__(
-        self, language_model: Any, decoder: Any, hidden: Tensor, first: Tensor, generator: Any
+        self,
+        language_model: Any,
+        decoder: Any,
+        hidden: Tensor,
+        first: Tensor,
+        generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """Codes [2, K], with the first ones [2], and the hidden states [1, (K - 1) * C] of the others' draws."""
         embed = language_model.model.embed_tokens

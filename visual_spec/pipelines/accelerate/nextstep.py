@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.speech_heads import NextStepHead
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.settings import AUTO
-from visual_spec.pipelines.accelerate.adapter import Adapter, hang, refuse_sampler
+from visual_spec.pipelines.accelerate.adapter import Adapter, Thing, hang, refuse_sampler
 from visual_spec.samplers.core.checks import wants_graph
 from visual_spec.samplers.core.graph import RecordedFunction
 from visual_spec.samplers.core.precision import low_precision_of, up_to_rounding
@@ -67,13 +67,13 @@ class NextStepAdapter(Adapter):
     takes = ("NextStep",)
     fast_sampler = None  # all that is done is exact
 
-    def models(self, thing: Any) -> list[Any]:
+    def models(self, thing: object) -> list[Any]:
         model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
         head = getattr(model, "image_head", None)
         names = type(head).__name__, type(getattr(head, "net", None)).__name__
         return [model] if names == ("FlowMatchingHead", "SimpleMLPAdaLN") else []
 
-    def accelerate(self, thing: Any, sampler: Any = None) -> Any:
+    def accelerate(self, thing: Thing, sampler: object = None) -> Thing:
         """Replace the head's `sample`. Twice changes nothing.
 
         Raises:
@@ -88,7 +88,7 @@ class NextStepAdapter(Adapter):
         hang(model, last_trace=trace)
         return thing
 
-    def parts(self, model: Any) -> tuple[Any, ...]:
+    def parts(self, model: Any) -> tuple[object, ...]:
         return model.image_head, model
 
     def line(self, model: Any) -> str:
@@ -104,7 +104,7 @@ class _Sample:
 
     def __init__(self, head: Any, trace: HeadTrace) -> None:
         self.head, self.trace = head, trace
-        self._recorded: dict[Any, RecordedFunction] = {}
+        self._recorded: dict[tuple[object, ...], RecordedFunction] = {}
 
     @torch.no_grad()
     def __call__(

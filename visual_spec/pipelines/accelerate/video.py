@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.accelerate.adapter import (
     Adapter,
+    Thing,
     hang,
     is_accelerated,
     is_of,
@@ -38,8 +39,16 @@ from visual_spec.pipelines.output import check_pixels
 from visual_spec.samplers.continuous.chunks import RENOISE, ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 
+if TYPE_CHECKING:
+    from diffusers.image_processor import PipelineImageInput
+    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+    from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
+    from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+
+    from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
+
 # Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_kwargs": ({},),
     "callback_on_step_end": (),
     "callback_on_step_end_tensor_inputs": (["latents"],),
@@ -62,16 +71,16 @@ class VideoAdapter(Adapter):
     takes = ("WanTransformer3DModel", "WanPipeline")
     fast_sampler = "full"  # what the weights were trained in
 
-    def models(self, thing: Any) -> list[Any]:
-        thing = unwrapped(thing)
-        if is_of(thing, ["WanPipeline"], "diffusers"):
-            thing = unwrapped(thing.transformer)
-        return [thing] if is_of(thing, ["WanTransformer3DModel"], "diffusers") else []
+    def models(self, thing: object) -> list[WanTransformer3DModel]:
+        model = unwrapped(thing)
+        if is_of(model, ["WanPipeline"], "diffusers"):
+            model = unwrapped(model.transformer)
+        return [model] if is_of(model, ["WanTransformer3DModel"], "diffusers") else []
 
-    def read_text(self, text: str) -> Any:
+    def read_text(self, text: str) -> CachePolicy | HeadBudgets:
         return read_policy(text)
 
-    def accelerate(self, thing: Any, sampler: Any) -> Any:
+    def accelerate(self, thing: Any, sampler: CachePolicy | HeadBudgets) -> Any:
         """`sampler` is a policy: one of `POLICIES`, or `HeadBudgets`.
 
         Raises:
@@ -91,28 +100,28 @@ class VideoAdapter(Adapter):
             hang(thing, generate_video=video, check_inputs=check)
         return thing
 
-    def restore(self, thing: Any) -> Any:
+    def restore(self, thing: Thing) -> Thing:
         for transformer in filter(is_accelerated, self.models(thing)):
             transformer.causal.release()
             take_off(transformer)
         take_off(thing)
         return thing
 
-    def line(self, model: Any) -> str:
+    def line(self, model: WanTransformer3DModel) -> str:
         return f"{model.causal.policy}: {super().line(model)}"
 
-    def expects(self, model: Any) -> str:
+    def expects(self, model: WanTransformer3DModel) -> str:
         return f"generate_video draws clips of any length, cache policy {model.causal.policy}"
 
 
 def generate_latents(
-    transformer: Any,
+    transformer: WanTransformer3DModel,
     prompt_embeds: Tensor,
     *,
     num_frames: int = 21,
     height: int = 60,
     width: int = 104,
-    drafter: Any = None,
+    drafter: object = None,
     chunk: int = 3,
     steps: int | Sequence[float] = 4,
     shift: float = 5.0,
@@ -171,12 +180,12 @@ def generate_video(
     num_videos_per_prompt: int = 1,
     prompt_embeds: Tensor | None = None,
     max_sequence_length: int = 512,
-    image: Any = None,
+    image: PipelineImageInput | None = None,
     cuts: Mapping[int, str | list[str]] | None = None,
     output_type: str = "np",
     return_dict: bool = True,
     **options: Any,
-) -> Any:
+) -> WanPipelineOutput | tuple[object]:
     """Draw clips with an accelerated `WanPipeline`. There is no guidance: causal students are distilled with it.
 
     The names are the arguments of the pipeline's own call. What has no meaning here passes at its default (`NEUTRAL`).
@@ -233,7 +242,9 @@ def generate_video(
     return WanPipelineOutput(frames=clips) if return_dict else (clips,)
 
 
-def latent_size(pipe: Any, num_frames: int, height: int, width: int, chunk: int) -> tuple[int, int, int]:
+def latent_size(
+    pipe: WanPipeline, num_frames: int, height: int, width: int, chunk: int
+) -> tuple[int, int, int]:
     """Return latent frames, height and width of a clip of so many frames and pixels.
 
     Raises:
@@ -253,7 +264,7 @@ def latent_size(pipe: Any, num_frames: int, height: int, width: int, chunk: int)
     return frames + 1, height // in_space, width // in_space
 
 
-def _warned_check(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+def _warned_check(pipe: WanPipeline, *args: Any, **kwargs: Any) -> None:
     """`check_inputs` of an accelerated pipeline, with which its own call begins."""
     warnings.warn(
         f"the own call of this {type(pipe).__name__} is not accelerated; draw with pipe.generate_video(prompt, ...).",
@@ -262,13 +273,13 @@ def _warned_check(pipe: Any, *args: Any, **kwargs: Any) -> Any:
     return type(pipe).check_inputs(pipe, *args, **kwargs)
 
 
-def _mean_and_std(pipe: Any, like: Tensor) -> Iterator[Tensor]:
+def _mean_and_std(pipe: WanPipeline, like: Tensor) -> Iterator[Tensor]:
     """Mean and deviation [1, C, 1, 1, 1] of the latents of the pipeline's encoder."""
     for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std):
         yield torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1, 1)
 
 
-def _latents(pipe: Any, image: Any, height: int, width: int) -> Tensor:
+def _latents(pipe: WanPipeline, image: PipelineImageInput, height: int, width: int) -> Tensor:
     """The latent frame [B, C, 1, h, w] of pictures, as the transformer takes it: the mode of the encoder's law."""
     pixels = pipe.video_processor.preprocess(image, height=height, width=width)[:, :, None]
     latents = pipe.vae.encode(pixels.to(pipe._execution_device, pipe.vae.dtype)).latent_dist.mode()
@@ -276,7 +287,7 @@ def _latents(pipe: Any, image: Any, height: int, width: int) -> Tensor:
     return ((latents - mean) * (1.0 / std)).float()
 
 
-def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
+def _pixels(pipe: WanPipeline, latents: Tensor, output_type: str) -> Any:
     """Clips of the pipeline's own decoder, which takes latents of another mean and scale."""
     latents = latents.to(pipe.vae.dtype)
     mean, std = _mean_and_std(pipe, latents)
