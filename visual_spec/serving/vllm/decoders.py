@@ -4,8 +4,6 @@
 # vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ class ServedJanus(LlamaForCausalLM):
         from transformers.models.janus.modeling_janus import JanusVQVAEHead
 
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config: Any = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_config
         self.image_ids = config.visual_spec["image_ids"]
         self.vocab_size = config.vocab_size
         self.lm_head = JanusVQVAEHead(JanusVQVAEConfig(**config.visual_spec["head"]))
@@ -47,7 +45,7 @@ class ServedGlmImage(Glm4ForCausalLM, SupportsMRoPE):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config: Any = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_config
         windows = windows_of(vllm_config)
         assert windows is not None
         self.vocab_size = config.vocab_size
@@ -69,13 +67,13 @@ class ServedGlmImage(Glm4ForCausalLM, SupportsMRoPE):
         self.register_buffer("axes", torch.cat(axes, 1), persistent=False)  # [3, places]
 
     def get_mrope_input_positions(
-        self, input_tokens: list[int], mm_features: list[Any]
+        self, input_tokens: list[int], mm_features: list[object]
     ) -> tuple[Tensor, int]:
         """Return the positions of a prompt, [3, T], and what vLLM adds to the number of tokens after it."""
         length = len(input_tokens)
         return torch.arange(length).expand(3, -1), self.stride * length - length
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, *more: Any, **named: Any) -> Any:
+    def forward(self, input_ids: Tensor | None, positions: Tensor, *more: object, **named: object) -> Tensor:
         if positions.ndim == 1:  # vLLM measures memory
             positions = positions.expand(3, -1)
         length, place = positions[0] // self.stride, positions[0] % self.stride

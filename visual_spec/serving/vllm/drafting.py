@@ -10,13 +10,16 @@ runner.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from visual_spec.serving.request import PictureRequest
 from visual_spec.serving.vllm.start import check_cache, windows_of
 from visual_spec.serving.windows import Rows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class JacobiProposer:
@@ -26,7 +29,7 @@ class JacobiProposer:
         ValueError: the model does not serve pictures, or see `check_start`.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config, self.checked = vllm_config, False
         self.runner: Any = None
         windows = windows_of(vllm_config)
@@ -50,7 +53,7 @@ class JacobiProposer:
             )
         self.runner, usual = runner, target.compute_logits
 
-        def compute_logits(hidden_states: Tensor, *more: Any, **named: Any) -> Tensor | None:
+        def compute_logits(hidden_states: Tensor, *more: object, **named: object) -> Tensor | None:
             logits = usual(hidden_states, *more, **named)
             batch = self.rows()
             if logits is None or sum(rows.count for rows in batch) != len(logits):
@@ -76,7 +79,7 @@ class JacobiProposer:
             first += rows.count
         return batch
 
-    def propose(self, sampled_token_ids: list[list[int]], *more: Any, **named: Any) -> list[list[int]]:
+    def propose(self, sampled_token_ids: list[list[int]], *more: object, **named: object) -> list[list[int]]:
         """Return the drafts of the requests in the order of the batch; none where nothing was drawn."""
         handles = self.runner.input_batch.req_ids
         return [

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import settings_of
 from visual_spec.serving.vllm.start import PROPOSER
 from visual_spec.serving.windows import Served
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 
 def engine_arguments(
@@ -34,7 +37,7 @@ def engine_arguments(
     served = Served.of(config["visual_spec"], config["eos_token_id"])
     prompt = config["visual_spec"]["prompt_tokens"]
     length = prompt + len(served.places) + 2 * window + 2  # where less room is left, vLLM drafts for nobody
-    drafts: dict[str, Any] = {"num_speculative_tokens": window - 1}
+    drafts: dict[str, object] = {"num_speculative_tokens": window - 1}
     drafts |= {"method": "ngram"} if second else {"method": "custom_class", "model": PROPOSER}
     if second:
         drafts |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}  # vLLM asks for them; nobody looks up
@@ -62,8 +65,8 @@ class Prompts(Protocol):
 
 
 def requests_of(
-    ids: Prompts, prompt: Any, seed: int, law: TokenLaw, length: int, pair: str
-) -> list[tuple[dict[str, Any], Any]]:
+    ids: Prompts, prompt: object, seed: int, law: TokenLaw, length: int, pair: str
+) -> list[tuple[dict[str, list[int]], SamplingParams]]:
     """Return the requests of a picture: prompt and `SamplingParams` each, two of them with guidance.
 
     Args:
@@ -96,7 +99,7 @@ def check_whole(tokens: Sequence[int], length: int) -> None:
 
 
 def draw_tokens(
-    engine: Any, ids: Prompts, prompts: Sequence[Any], seeds: Sequence[int], law: TokenLaw, length: int
+    engine: LLM, ids: Prompts, prompts: Sequence[object], seeds: Sequence[int], law: TokenLaw, length: int
 ) -> Tensor:
     """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the ids of a pipeline for the same seeds.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +15,9 @@ from visual_spec.models.core.protocol import RASTER_ORDER
 from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.base import VisualPipeline
 
 # The sizes of heads that vLLM's attention on CPUs has; its other backends' are among them.
 _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -64,7 +67,7 @@ class PromptIds:
         return ids, none
 
 
-def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
+def save_for_vllm(pipe: VisualPipeline, folder: str | os.PathLike) -> Path:
     """Write the transformer of an `ImagePipeline` or `ClassImagePipeline`, and its caption encoder, for vLLM.
 
     Returns:
@@ -104,7 +107,7 @@ def named(prefix: str, module: torch.nn.Module) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": value.contiguous() for name, value in module.state_dict().items()}
 
 
-def _config(model: LlamaGenTransformer, encoder: CaptionEncoder | None) -> dict[str, Any]:
+def _config(model: LlamaGenTransformer, encoder: CaptionEncoder | None) -> dict[str, object]:
     """The configuration, with the names by which vLLM knows the sizes of a model."""
     ids, grid, heads = PromptIds(model, encoder), model.grid, model.config["num_heads"]
     width = model.config["dim"] // heads
@@ -135,5 +138,5 @@ def _config(model: LlamaGenTransformer, encoder: CaptionEncoder | None) -> dict[
     }
 
 
-def _plain(module: Any) -> dict[str, Any]:
+def _plain(module: LlamaGenTransformer | CaptionEncoder) -> dict[str, object]:
     return {name: value for name, value in dict(module.config).items() if not name.startswith("_")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from vllm.sampling_params import SamplingParams
 from visual_spec.serving.request import PictureRequest
 from visual_spec.serving.vllm.start import windows_of
 from visual_spec.serving.windows import Rows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
 # Every vLLM beside this package loads this class, whatever it serves. One without these interfaces serves no pictures
 # (`start.missing`), but must not fail for them.
@@ -38,7 +43,7 @@ class PictureLaw(FirstInterface, SecondInterface):
     0: then vLLM keeps a draft exactly if it is this token. Requests without a seed there are left as they are.
     """
 
-    def __init__(self, vllm_config: Any, *more: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *more: Any) -> None:
         """Take `(vllm_config, req_states)` of the second runner, or `(vllm_config, device, is_pin_memory)`."""
         self.windows = windows_of(vllm_config)
         self.states = more[0] if len(more) == 1 else None
@@ -75,7 +80,7 @@ class PictureLaw(FirstInterface, SecondInterface):
         self.windows.join(req_idx, request)
         return request is not None
 
-    def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+    def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
         if self.windows is None:
             return logits
         batch = self._first_rows() if ctx is None else rows_of(ctx, self.states)
@@ -86,7 +91,7 @@ class PictureLaw(FirstInterface, SecondInterface):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update: Any) -> None:
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None or self.windows is None:
             return
         for index in batch_update.removed:
@@ -114,7 +119,7 @@ class PictureLaw(FirstInterface, SecondInterface):
         ]
 
 
-def rows_of(ctx: Any, states: Any) -> list[Rows]:
+def rows_of(ctx: LogitsContext, states: LogitsProcRequestState) -> list[Rows]:
     """Return the requests of a batch of the second runner. Copies three numbers a row to the host.
 
     Args:

@@ -46,14 +46,14 @@ class ServedLlamaGen(nn.Module):
             raise ValueError(
                 "enforce_eager=False; captions are read between the calls. Pass enforce_eager=True."
             )
-        config: Any = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_config
         parts = config.visual_spec
         self.transformer = LlamaGenTransformer(**parts["transformer"])
         self.text_encoder = CaptionEncoder(**parts["text_encoder"]) if parts["text_encoder"] else None
         self.ids, self.vocab_size = PromptIds(self.transformer, self.text_encoder), config.vocab_size
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         self.more = config.head_dim - width  # channels that the heads of vLLM have beside
-        self.attentions: Any = nn.ModuleList(
+        self.attentions = nn.ModuleList(
             Attention(
                 heads,
                 config.head_dim,
@@ -68,7 +68,7 @@ class ServedLlamaGen(nn.Module):
         self.turns: Tensor
         self.register_buffer("turns", torch.cat([table, unturned]), persistent=False)
 
-    def embed_input_ids(self, input_ids: Tensor, *more: Any, **named: Any) -> Tensor:
+    def embed_input_ids(self, input_ids: Tensor, *more: object, **named: object) -> Tensor:
         """Return [N, dim] of the tokens of a batch, in any order of whole prompts and tokens of pictures."""
         hidden = self.transformer.tok_embeddings(input_ids.clamp(max=self.ids.first - 1))
         in_prompt = input_ids >= self.ids.first
@@ -105,9 +105,9 @@ class ServedLlamaGen(nn.Module):
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None,
-        **named: Any,
+        **named: object,
     ) -> Tensor:
         """Return [N, dim], what the head reads. `input_ids`, `positions`: [N], of all requests of the batch."""
         assert input_ids is not None
@@ -136,7 +136,7 @@ class ServedLlamaGen(nn.Module):
         out = attention(q, k, v).view(len(q), self.transformer.config["num_heads"], -1)
         return out[..., : out.shape[-1] - self.more].flatten(1)[None]
 
-    def compute_logits(self, hidden_states: Tensor, *more: Any) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, *more: object) -> Tensor:
         """Return [N, V of the engine]: -inf for the ids of prompts."""
         logits = self.transformer.output(hidden_states).float()
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import EngineArgs
@@ -26,6 +26,11 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.painter import BrokenError, Drawn, Order, png_of
 from visual_spec.serving.vllm.engine import check_whole, engine_arguments, requests_of
 from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from visual_spec.pipelines.image import ImagePipeline
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +67,9 @@ class VllmPainter:
         ValueError: as `save_for_vllm` and `start.check_start`.
     """
 
-    def __init__(self, pipe: Any, name: str, *, window: int = 32, pictures: int = 8, **more: Any) -> None:
+    def __init__(
+        self, pipe: ImagePipeline, name: str, *, window: int = 32, pictures: int = 8, **more: Any
+    ) -> None:
         self.pipe, self.name, self.size = pipe, name, pipe.image_size
         self.ids = PromptIds(pipe.transformer, getattr(pipe, "text_encoder", None))
         self.length, self.pictures, self.window = pipe.transformer.grid.num_tokens, pictures, window
@@ -185,7 +192,7 @@ class VllmPainter:
             else:
                 self._jobs[job.number] = job
 
-    def _tell(self, output: Any) -> None:
+    def _tell(self, output: RequestOutput) -> None:
         number, member = map(int, output.request_id.split("/"))
         job = self._jobs.get(number)
         if job is None or member:

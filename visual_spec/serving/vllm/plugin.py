@@ -9,9 +9,15 @@ a function before `init_speculator`, where its interfaces are the known ones.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from visual_spec.serving.vllm.start import RUN, missing, settings_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+    from vllm.v1.worker.gpu.states import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +48,9 @@ def register() -> None:
     if getattr(usual, "of_visual_spec", False):
         return
 
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+    def init_speculator(
+        vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> BaseSpeculator:
         if settings_of(vllm_config) is None:
             return usual(vllm_config, device, req_states)
         from visual_spec.serving.vllm.speculator import JacobiSpeculator

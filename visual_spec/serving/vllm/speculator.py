@@ -4,7 +4,7 @@
 # vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.serving.vllm.start import check_cache, num_drafts_of, windows_of
 from visual_spec.serving.windows import Rows
 
+if TYPE_CHECKING:
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
 
 class JacobiSpeculator(BaseSpeculator):
     """Returns the drafts that `Windows` made when it drew the tokens. Chosen by `register`."""
@@ -24,17 +30,17 @@ class JacobiSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         self.vllm_config, self.device, self.states = vllm_config, device, req_states
         self.num_drafts, self.windows = num_drafts_of(vllm_config), windows_of(vllm_config)
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         check_cache(self.vllm_config)
 
     def capture(self) -> None:
         pass
 
-    def propose(self, input_batch: Any, *more: Any, **named: Any) -> Tensor:
+    def propose(self, input_batch: InputBatch, *more: object, **named: object) -> Tensor:
         """Return long [R, W - 1]; zeros for requests that are not for us, and where no drafts are tested next."""
         count = input_batch.num_reqs
         drafts = torch.zeros(count, self.num_drafts, dtype=torch.int64)
@@ -56,15 +62,15 @@ class OwnNoiseSampler:
         usual: vLLM's sampler.
     """
 
-    def __init__(self, usual: Any, windows: Any) -> None:
+    def __init__(self, usual: Sampler, windows: Any) -> None:
         self.usual, self.windows = usual, windows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.usual, name)
 
     def __call__(
-        self, logits: Tensor, batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
-    ) -> Any:
+        self, logits: Tensor, batch: InputBatch, draft_logits: object = None, invalid_drafts: object = None
+    ) -> SamplerOutput:
         places, fed = batch.positions[batch.logits_indices], batch.input_ids[batch.logits_indices]
         drawn, _ = self.usual.sample(
             logits,
@@ -114,6 +120,6 @@ class OwnNoiseSampler:
 class OwnNoiseState(DefaultModelState):
     """A model whose `get_model_state_cls` returns this class is decoded by `OwnNoiseSampler`."""
 
-    def custom_sampler(self, sampler: Any) -> Any:
+    def custom_sampler(self, sampler: Sampler) -> tuple[OwnNoiseSampler, OwnNoiseSampler]:
         own = OwnNoiseSampler(sampler, windows_of(self.vllm_config))
         return own, own

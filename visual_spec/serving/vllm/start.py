@@ -8,9 +8,12 @@ import functools
 import importlib
 import inspect
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.serving.windows import Served, Windows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +61,14 @@ def missing() -> tuple[str, ...]:
     return tuple(lacking)
 
 
-def settings_of(vllm_config: Any) -> dict[str, Any] | None:
+def settings_of(vllm_config: VllmConfig) -> dict[str, Any] | None:
     """Return `visual_spec` of `--additional-config`, or else of the model; None: it does not serve pictures."""
     settings = vllm_config.additional_config
     settings = settings.get("visual_spec") if isinstance(settings, dict) else None
     return settings or getattr(vllm_config.model_config.hf_config, "visual_spec", None)
 
 
-def windows_of(vllm_config: Any) -> Windows | None:
+def windows_of(vllm_config: VllmConfig) -> Windows | None:
     """Return the pictures of an engine, the same for all its parts; None if it does not serve pictures.
 
     Raises:
@@ -81,13 +84,13 @@ def windows_of(vllm_config: Any) -> Windows | None:
     return known
 
 
-def num_drafts_of(vllm_config: Any) -> int:
+def num_drafts_of(vllm_config: VllmConfig) -> int:
     """Return how many drafts of a request a call tests; 0 without a window."""
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else speculative.num_speculative_tokens
 
 
-def check_start(vllm_config: Any, served: Served) -> None:
+def check_start(vllm_config: VllmConfig, served: Served) -> None:
     """Refuse, before the model is loaded and by ValueError, settings under which pictures would be wrong or pairs would
     part.
     """
@@ -128,7 +131,7 @@ def check_start(vllm_config: Any, served: Served) -> None:
         _check_drafts(vllm_config)
 
 
-def _check_drafts(vllm_config: Any) -> None:
+def _check_drafts(vllm_config: VllmConfig) -> None:
     """Refuse drafts that are not ours: without our part an engine would draw the most probable tokens."""
     speculative, second = vllm_config.speculative_config, vllm_config.use_v2_model_runner
     ours = speculative.method == "ngram" if second else speculative.model == PROPOSER
@@ -140,7 +143,7 @@ def _check_drafts(vllm_config: Any) -> None:
         )
 
 
-def check_cache(vllm_config: Any) -> None:
+def check_cache(vllm_config: VllmConfig) -> None:
     """Refuse, by ValueError, a cache in which a request could be preempted: pairs would part. The size is known after
     loading only.
     """
@@ -157,6 +160,6 @@ def check_cache(vllm_config: Any) -> None:
         )
 
 
-def _end_of(config: Any) -> int | None:
+def _end_of(config: object) -> int | None:
     end = getattr(config, "eos_token_id", None)
     return end[0] if isinstance(end, list) else end

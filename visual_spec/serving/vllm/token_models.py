@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +20,9 @@ from visual_spec.files.documents import json_text
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.pipelines.accelerate.images import image_model_class, unwrapped
 from visual_spec.serving.vllm.folder import named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Size = tuple[int, int]
 
@@ -69,7 +72,7 @@ class ModelPrompts:
         guided: whether requests have guidance.
     """
 
-    def __init__(self, model: Any, *, guided: bool = False) -> None:
+    def __init__(self, model: object, *, guided: bool = False) -> None:
         self.model, self.guided = unwrapped(model), guided
         kind = image_model_class(self.model)
         assert kind is not None
@@ -151,6 +154,6 @@ def _glm_image(model: Any, grids: list[list[int]]) -> tuple[dict[str, Any], dict
 _WRITERS = {"Emu3": _emu3, "Janus": _janus, "GLM-Image": _glm_image}
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config: PreTrainedConfig) -> dict[str, Any]:
     kept = config.to_dict()
     return {name: value for name, value in kept.items() if name not in ("transformers_version", "dtype")}
