@@ -11,13 +11,17 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client import generate_latest as text_of
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
 logger = logging.getLogger(__name__)
+Number = TypeVar("Number")
 
 DRAWS = "/v1/images/generations"
 WATCHED = (
@@ -85,7 +89,7 @@ class Told:
 
     def line(self, method: str, path: str) -> str:
         """Return the line of the log."""
-        facts: dict[str, Any] = {"request_id": self.id, "method": method, "path": path[:200]}
+        facts: dict[str, object] = {"request_id": self.id, "method": method, "path": path[:200]}
         facts |= {"status": self.status, "seconds": f"{time.monotonic() - self.begun:.3f}"}
         if self.seed is not None:
             facts |= {"seed": self.seed, "calls": ",".join(map(str, self.calls)) or "-"}
@@ -103,7 +107,7 @@ class Metrics:
     def __init__(self, accepted: Callable[[], int], is_ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
 
-        def made(kind: Any, name: str, what: str, *labels: str, **more: Any) -> Any:
+        def made(kind: Callable[..., Number], name: str, what: str, *labels: str, **more: object) -> Number:
             return kind(f"visual_spec_{name}", what, labels, registry=self.registry, **more)
 
         self.requests = made(Counter, "requests", "Answered requests for pictures.", "status")
@@ -118,7 +122,7 @@ class Metrics:
         made(Gauge, "queue_pictures", "Pictures accepted and not finished.").set_function(accepted)
         made(Gauge, "ready", "1: pictures are drawn; 0: loading or broken.").set_function(is_ready)
 
-    def drawn(self, facts: Mapping[str, Any]) -> None:
+    def drawn(self, facts: Mapping[str, int]) -> None:
         """Count a picture."""
         self.pictures.inc()
         self.tokens.inc(facts.get("tokens", 0))
@@ -138,10 +142,10 @@ class Telling:
     answered by 500, and the connection is closed behind it; what the end of the server cuts off by 503.
     """
 
-    def __init__(self, app: Any, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -176,7 +180,7 @@ class Telling:
         again = "" if told.seed is None else f" Send it again with seed {told.seed}: the same picture comes."
         return RefusedError(500, f"{error or type(error).__name__} (request {told.id}).{again}")
 
-    def tell(self, told: Told, scope: Any) -> None:
+    def tell(self, told: Told, scope: Scope) -> None:
         """Write the line of the log, and count."""
         path, status = scope["raw_path"].decode("latin-1"), told.status or 499
         told.status = status

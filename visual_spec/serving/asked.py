@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from visual_spec.models.core.settings import LAW_DEFAULTS, Within, whole
 from visual_spec.serving.answers import RefusedError
@@ -97,13 +97,13 @@ def read(held: bytes, painter: Painter, limits: Limits) -> tuple[list[Order], bo
     return orders, stream
 
 
-def _one_of(body: dict[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
+def _one_of(body: Mapping[str, object], name: str, allowed: tuple[object, ...]) -> None:
     value = body.get(name, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise RefusedError(400, f"{name}={str(value)[:80]!r}; pass {' or '.join(map(repr, allowed))}.", name)
 
 
-def _whole(body: dict[str, Any], name: str, usual: int, least: int, most: int) -> int:
+def _whole(body: Mapping[str, object], name: str, usual: int, least: int, most: int) -> int:
     value = body.get(name, usual)
     try:
         return whole(name, value, Within(least, most))
@@ -111,9 +111,9 @@ def _whole(body: dict[str, Any], name: str, usual: int, least: int, most: int) -
         raise RefusedError(400, str(error), name) from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The object of these pairs; a name that is there twice has no value."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
             raise ValueError(f"{name[:80]} is there twice")

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -28,6 +28,9 @@ from visual_spec.files.documents import json_text
 from visual_spec.serving.answers import DRAWS, Metrics, RefusedError, Telling, Told
 from visual_spec.serving.asked import Limits, read
 from visual_spec.serving.painter import BrokenError, BusyError, Drawn, Order, Painter
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 
 class Endpoint:
@@ -232,7 +235,7 @@ class _Stream(StreamingResponse):
         self.endpoint.accepted -= self.held
         self.held = 0
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A client that reads nothing would keep its place for ever.
         most = self.endpoint.limits.seconds + self.endpoint.limits.read
         try:
@@ -282,10 +285,10 @@ def make_app(
     async def metrics(request: Request) -> Response:
         return endpoint.metrics.response()
 
-    async def refused(request: Request, error: Any) -> Response:
+    async def refused(request: Request, error: RefusedError) -> Response:
         return error.response()
 
-    async def unknown(request: Request, error: Any) -> Response:
+    async def unknown(request: Request, error: HTTPException) -> Response:
         what = (
             f"{request.method} {request.url.path[:80]}: {error.detail}; see docs/SERVING.md for the routes."
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from visual_spec.samplers.core.law import TokenLaw
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Drawn:
 
     png: bytes
     whole: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, int] = field(default_factory=dict)
 
 
 class BusyError(Exception):
@@ -77,7 +80,7 @@ class Painter(Protocol):
         ...
 
 
-def png_of(image: Any) -> bytes:
+def png_of(image: Image) -> bytes:
     """Return the file of a PIL image."""
     file = io.BytesIO()
     image.save(file, format="PNG")

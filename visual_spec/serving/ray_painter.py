@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from visual_spec.serving.painter import Drawn, Order, png_of
 _TRIES = 3  # of a picture whose replica was lost
 
 
-def require_serve() -> Any:
+def require_serve() -> ModuleType:
     """Return the module `ray.serve`.
 
     Raises:
@@ -63,7 +64,7 @@ class Replica:
         """Return the size of its pictures and the law's defaults."""
         return {"size": self.pipe.image_size, "law": self.pipe.default_settings()}
 
-    async def draw(self, orders: list[Order]) -> list[Any]:
+    async def draw(self, orders: list[Order]) -> list[Drawn | Exception]:
         """Return a `Drawn` for each order, or the error that refuses it."""
         begun = time.monotonic()
         self.begun.append(begun)
@@ -72,7 +73,7 @@ class Replica:
         finally:
             self.begun.remove(begun)
 
-    async def _answers(self, orders: list[Order]) -> list[Any]:
+    async def _answers(self, orders: list[Order]) -> list[Drawn | Exception]:
         groups: dict[TokenLaw, list[int]] = defaultdict(list)
         for index, order in enumerate(orders):
             groups[order.law].append(index)
@@ -83,7 +84,7 @@ class Replica:
                 answers[index] = answer
         return answers
 
-    def _draw(self, orders: list[Order], law: TokenLaw) -> list[Any]:
+    def _draw(self, orders: list[Order], law: TokenLaw) -> list[Drawn | Exception]:
         generators = [torch.Generator().manual_seed(order.seed) for order in orders]
         try:
             prompts = [order.prompt for order in orders]

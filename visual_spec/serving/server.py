@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -87,7 +86,7 @@ class Server:
             os._exit(1)  # a thread that hangs would keep Python from its end
 
     @contextlib.asynccontextmanager
-    async def _life(self, _: Any) -> AsyncGenerator[None, None]:
+    async def _life(self, _: object) -> AsyncGenerator[None, None]:
         loop, begun = asyncio.get_running_loop(), time.monotonic()
 
         def work() -> None:
@@ -149,7 +148,7 @@ class _TimedProtocol(H11Protocol):
         if self._armed is None and (self.cycle is None or self.cycle.response_complete):
             self._armed = self.loop.call_later(self.seconds, self._late, self.cycle)
 
-    def _late(self, cycle: Any) -> None:
+    def _late(self, cycle: object) -> None:
         self._armed = None
         if self.cycle is cycle:
             self.transport.close()

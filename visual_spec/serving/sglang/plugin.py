@@ -9,7 +9,6 @@ SGLang calls `register` in every process (entry point `sglang.multimodal_gen.plu
 from __future__ import annotations
 
 import os
-from typing import Any
 
 LOADER = (
     "sglang.multimodal_gen.runtime.loader.component_loaders.vl_encoder_loader."
@@ -28,7 +27,7 @@ def register() -> None:
     HookRegistry.register(LOADER, accelerated, HookType.AFTER)
 
 
-def accelerated(encoder: Any, *_: Any, **__: Any) -> Any:
+def accelerated(encoder: object, *_: object, **__: object) -> object:
     """Return what the loader returned, accelerated; the address of an encoder elsewhere as it is."""
     import visual_spec
 

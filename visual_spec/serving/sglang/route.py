@@ -79,7 +79,7 @@ class PriorTokens:
         self.model, self.pictures, self.places = model, pictures, places
         visual_spec.accelerate(model, sampler)
 
-    def read(self, asked: Any) -> list[PriorRequest]:
+    def read(self, asked: object) -> list[PriorRequest]:
         """Return what a posted body asks for: one picture, or several.
 
         Raises:
@@ -106,7 +106,7 @@ class PriorTokens:
     def draw(self, requests: list[PriorRequest]) -> list[dict[str, Any]]:
         """Return an answer for each request: those of the same grids and law are drawn as one batch."""
         answers: list[dict[str, Any]] = [{}] * len(requests)
-        batches: dict[Any, list[int]] = {}
+        batches: dict[tuple[object, ...], list[int]] = {}
         for at, request in enumerate(requests):
             batches.setdefault((request.grids, request.law), []).append(at)
         for places in batches.values():
@@ -114,7 +114,7 @@ class PriorTokens:
                 answers[at] = answer
         return answers
 
-    def _one(self, ids: Any, images: Any, params: Any) -> PriorRequest:
+    def _one(self, ids: object, images: object, params: object) -> PriorRequest:
         text = self.model.config.text_config
         room, words = text.max_position_embeddings, text.vocab_size
         if not isinstance(ids, list) or not 0 < len(ids) <= room:
