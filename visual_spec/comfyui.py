@@ -25,6 +25,9 @@ from visual_spec.pipelines.embedded import embedded_models
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.registry import names as sampler_names
 
+Inputs = dict[
+    str, dict[str, tuple[object, ...]]
+]  # "required" and "optional", by name: a type, and its settings
 _CATEGORY = "visual-spec"
 _MODEL, _SAMPLER = "VISUAL_SPEC_MODEL", "VISUAL_SPEC_SAMPLER"
 _OWN = "default"  # law settings below 0, and this sampler: the model's own
@@ -39,13 +42,18 @@ class _Transformers:
         self.model, self.processor, self.last_trace = model, processor, None
         self.components = {"model": model}
 
-    def to(self, device: Any, dtype: torch.dtype | None = None) -> _Transformers:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> _Transformers:
         self.model.to(device, dtype)
         return self
 
     def draw(
-        self, prompts: list[str], seeds: list[torch.Generator], sampler: str, step: Any, law: Any
-    ) -> Any:
+        self,
+        prompts: list[str],
+        seeds: list[torch.Generator],
+        sampler: str,
+        step: Callable[[int, int], None],
+        law: dict[str, float],
+    ) -> dict[str, torch.Tensor]:
         accelerate(self.model, {_OWN: None, "plain": "autoregressive"}.get(sampler, sampler))
         inputs = self.processor(text=prompts, generation_mode="image", padding=True, return_tensors="pt")
         temperature = law.pop("temperature", None)
@@ -100,7 +108,7 @@ class LoadModel:
     RETURN_TYPES = (_MODEL,)
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
+    def INPUT_TYPES(cls) -> Inputs:
         names = [*_folders(), *embedded_models()]
         return {
             "required": {
@@ -129,7 +137,7 @@ class ChooseSampler:
     RETURN_TYPES = (_SAMPLER,)
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
+    def INPUT_TYPES(cls) -> Inputs:
         names = [_OWN, "plain", *sampler_names()]
         return {"required": {"sampler": (names,)}, "optional": {"settings": ("STRING", {"default": ""})}}
 
@@ -164,7 +172,7 @@ def _listener() -> Callable[[int, int], None]:
     return step
 
 
-def _tokens_of(pipe: Any) -> int:
+def _tokens_of(pipe: object) -> int:
     """Tokens, or columns, of a sample of a pipeline; 0: it does not say."""
     grid = getattr(getattr(pipe, "transformer", None), "grid", None)
     return getattr(grid, "num_tokens", None) or getattr(pipe, "max_frames", None) or 0
@@ -175,7 +183,7 @@ class _Generate:
     media: tuple[str, ...] = ()
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
+    def INPUT_TYPES(cls) -> Inputs:
         law = {
             name: ("FLOAT", {"default": -1.0, "min": -1.0, "max": 100.0, "step": 0.05})
             for name in ("guidance_scale", "temperature")  # below 0: the model's own
@@ -224,7 +232,14 @@ class _Generate:
             if management is not None:
                 model.to("cpu")
 
-    def _drawn(self, model: Any, prompts: list[str], seeds: Any, sampler: str, law: dict[str, float]) -> Any:
+    def _drawn(
+        self,
+        model: Any,
+        prompts: list[str],
+        seeds: list[torch.Generator],
+        sampler: str,
+        law: dict[str, float],
+    ) -> Any:
         step = _listener()
         if isinstance(model, _Transformers):
             return model.draw(prompts, seeds, sampler, step, law)
@@ -232,7 +247,7 @@ class _Generate:
         if sampler != _OWN or before is None:
             model.sampler = read_sampler(model.plain_sampler if sampler == "plain" else sampler)
 
-        def told(_: Any, __: int, done: int, ___: Any) -> None:
+        def told(_: object, __: int, done: int, ___: object) -> None:
             step(done, total)
 
         try:
@@ -261,7 +276,7 @@ class GenerateAudio(_Generate):
     media = ("audio",)
     example = "a slow sad organ melody in A minor, rising in even rhythm"
 
-    def generate(self, **inputs: Any) -> tuple[dict[str, Any]]:
+    def generate(self, **inputs: Any) -> tuple[dict[str, torch.Tensor | int]]:
         output = self.draw(**inputs)
         return ({"waveform": output.audios.float().cpu(), "sample_rate": int(output.sampling_rate)},)
 
