@@ -237,12 +237,19 @@ def test_a_sampler_is_refused_and_changes_nothing() -> None:
     assert "not accelerated" in visual_spec.summary(model)
 
 
-@pytest.mark.parametrize("window", (None, "depth-window"))
+@pytest.mark.parametrize(
+    ("window", "recorded"), [(None, False), (None, True), ("depth-window", False)], ids=str
+)
 @pytest.mark.parametrize("law", ("greedy", "sampled", "filtered"))
 def test_near_ties_of_frames_are_counted_by_definition(
-    law: str, window: str | None, monkeypatch: pytest.MonkeyPatch
+    law: str, window: str | None, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, which is said to be bfloat16, so that the scores can be had from the decoder's own `generate`."""
+    if recorded:  # the first frame's function draws all
+        monkeypatch.setattr("visual_spec.pipelines.accelerate.depth.wants_graph", lambda *_: True)
+        monkeypatch.setattr(
+            "visual_spec.pipelines.accelerate.depth.RecordedFunction", lambda model, function: function
+        )
     model = tiny_csm(codebooks=16)
     plain, scores = model.depth_decoder.generate, []
 

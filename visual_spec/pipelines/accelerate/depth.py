@@ -250,7 +250,7 @@ class _Frames:
             scores = law.score(ids, logits)
             return (scores if noise is None else scores.softmax(-1) / noise).argmax(-1)
 
-        def marked(codes: Tensor, states: Tensor) -> Tensor:
+        def marked(codes: Tensor, states: Tensor, ids: Tensor, noise: Tensor | None = None) -> Tensor:
             found = codes.where(states.isfinite().all(-1), -1)
             if law.low is None:
                 return found
@@ -264,10 +264,11 @@ class _Frames:
                 self.decoder, ids, hidden, choose, noise, self._last
             )
             self.trace.calls += calls
-            return marked(self._last, states)
+            return marked(self._last, states, ids, noise)
 
         def frame(*tensors: Tensor) -> Tensor:
-            return marked(*self.decoder.frame(tensors[0], tensors[1], choose, *tensors[2:]))
+            ids, hidden, *noise = tensors
+            return marked(*self.decoder.frame(ids, hidden, choose, *noise), ids, *noise)
 
         self.trace.calls += self.decoder.steps
         inputs = (ids, hidden) if noise is None else (ids, hidden, noise)
