@@ -295,6 +295,11 @@ def test_a_model_that_cannot_be_read_is_left_as_it_is_and_says_why(kind):
         (dict(codes=CODES, end=96), ValueError, "end=96"),
         (dict(codes=CODES, sampler="tree"), (TypeError, ValueError), "TreeSampler"),
         (dict(codes=CODES, drafter=LLAMA), TypeError, "drafter"),
+        (
+            dict(codes=CODES, sampler=type("Own", (), dict(lossless=True, __call__=print))()),
+            TypeError,
+            "Own.*early",
+        ),
     ],
 )
 def test_refuses_before_any_compute(given, error, text):

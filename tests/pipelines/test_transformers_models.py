@@ -304,6 +304,28 @@ def test_models_are_found_inside_what_wraps_them():
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
+class OwnSampler:
+    """A sampler of a user, which says the least that is asked for."""
+
+    lossless = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return AutoregressiveSampler()(*args, **kwargs)
+
+
+def test_a_sampler_of_a_user_draws() -> None:
+    model = MODELS["janus"]
+    expected = draw(model, "janus", AutoregressiveSampler())
+    assert draw(model, "janus", OwnSampler()).equal(expected)
+    accelerate(model, OwnSampler())
+    try:
+        assert "OwnSampler, the same law; nothing" in summary(model)
+        model.generate_images(**INPUTS["janus"], **SETTINGS)  # without a generator
+        assert "16 tokens" in summary(model)
+    finally:
+        restore(model)
+
+
 def test_other_objects_and_samplers_are_refused():
     supported = (
         "ChameleonForConditionalGeneration, Emu3ForConditionalGeneration, GlmImageForConditionalGeneration"

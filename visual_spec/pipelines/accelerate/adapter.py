@@ -91,7 +91,11 @@ def promise(sampler: Sampler, plain: Sampler | None = None, model: object = None
     `model`: whose type limits it, where rounding decides near-ties.
     """
     kept = promised(sampler, plain)
-    low = None if model is None or sampler.config.get("exact_width") else low_precision_of(model)
+    low = (
+        None
+        if model is None or getattr(sampler, "config", {}).get("exact_width")
+        else low_precision_of(model)
+    )
     words = {IDENTICAL: up_to_near_ties("the same tokens", low), LOSSLESS: "the same law", OTHER: OTHER}
     return f"{type(sampler).__name__}, {words.get(kept, 'not lossless')}"
 
@@ -225,7 +229,7 @@ def check_writes_texts(
     """
     check_sampler(sampler, calls)
     check_needs(sampler, drafter, fitting)
-    if not sampler.reads_text:
+    if not getattr(sampler, "reads_text", False):
         raise TypeError(
             f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or "
             "'autoregressive'."

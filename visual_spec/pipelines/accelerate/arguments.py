@@ -18,6 +18,7 @@ from torch import Tensor
 
 from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.state import WATCHER
+from visual_spec.samplers.core.trace import IDENTICAL, promised
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,12 @@ def noise_of(
         ids: long [B, T], the prompts.
     """
     # On a GPU such noise would keep calls from being recorded, and the host would wait in every one.
-    plain = generator is None and ids.device.type == "cpu" and sampler.identical and law.temperature > 0
+    plain = (
+        generator is None
+        and ids.device.type == "cpu"
+        and promised(sampler) == IDENTICAL
+        and law.temperature > 0
+    )
     if stage.plain_draws is None or not plain:
         return generator
     # No picture of another model needs it.

@@ -108,7 +108,7 @@ class CodeAdapter(Adapter):
         _check_codes(model, codes)
         fitting = "a BlockDrafter trained for it (python -m visual_spec.training.block_drafter)"
         check_writes_texts(sampler, self.calls, fitting, drafter)
-        if drafter is not None and not sampler.needs_drafter:
+        if drafter is not None and not getattr(sampler, "needs_drafter", False):
             raise TypeError(
                 f"{type(sampler).__name__} takes no drafter; pass BlockDraftSampler() for a BlockDrafter."
             )
@@ -237,7 +237,7 @@ def generate_codes(
     noise = noise_of(stage, chosen, law, generator, given)
     parts: dict[str, Any] = dict(generator=noise, batch_size=len(given), callback=callback)
     parts |= logprobs_asked(chosen, output_logprobs)
-    if chosen.needs_drafter:
+    if getattr(chosen, "needs_drafter", False):
         parts["drafter"] = own.get("drafter") if drafter is None else drafter
     with live.watching(lambda tokens, ready: stage.texts(tokens[:, :ready], pad)):
         result = chosen(stage, condition, law=law, **parts)
