@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from visual_spec.records import (
     AsSaved,
@@ -553,7 +552,7 @@ def component_homes() -> dict[str, str]:
     return homes
 
 
-def family_of(pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> Family:
+def family_of(pipeline: str, settings: Mapping[str, object], sampler: Mapping[str, object]) -> Family:
     """Return the family of a pipeline, loaded or saved.
 
     Args:

@@ -180,7 +180,7 @@ class OfficialFile:
         module, _, name = path.partition(":")
         return getattr(importlib.import_module(f"{self.home}.{module}"), name)
 
-    def fits(self, weights: Mapping[str, Any]) -> bool:
+    def fits(self, weights: Mapping[str, object]) -> bool:
         """Whether weights are of this kind, as `recognise` and `lacks` say."""
         if isinstance(self.recognise, str):
             return self.function(self.recognise)(weights)
@@ -223,7 +223,7 @@ class AsSaved:
 
     name: str
     keeps: tuple[str, ...] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, object] = field(default_factory=dict)
     whole: bool = True
 
 
@@ -231,7 +231,7 @@ class AsSaved:
 class Saved:
     """A setting of the saved sampler, or `otherwise` where it has none."""
 
-    otherwise: Any
+    otherwise: object
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Measured:
     """
 
     sampler: str
-    settings: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    settings: Mapping[str, Sequence[object]] = field(default_factory=dict)
     part: str = ""
 
 
@@ -303,7 +303,7 @@ class Family:
     verified: str = "official layout"
     home: str = "visual_spec.models"
 
-    def fits(self, pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> bool:
+    def fits(self, pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, object]) -> bool:
         """Whether a saved pipeline is of this family; arguments as for `family_of`."""
         held = {name: settings.get(name) for name in self.saved}  # of a component: its module and class
         same = all(

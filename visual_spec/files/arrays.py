@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from visual_spec.files.reading import open_regular
+
+Read = TypeVar("Read")
 
 
 def read_npy(path: str | os.PathLike) -> np.ndarray:
@@ -39,7 +41,7 @@ def read_npz(path: str | os.PathLike, only: Collection[str] | None = None) -> di
     )
 
 
-def _read(path: str | os.PathLike, read: Callable[[Any], Any]) -> Any:
+def _read(path: str | os.PathLike, read: Callable[[Any], Read]) -> Read:
     with open_regular(path) as file:
         try:
             return read(np.load(file, allow_pickle=False))
@@ -48,7 +50,7 @@ def _read(path: str | os.PathLike, read: Callable[[Any], Any]) -> Any:
             raise ValueError(f"{os.fspath(path)} holds no whole arrays ({reason})") from error
 
 
-def _plain(array: Any) -> np.ndarray:
+def _plain(array: object) -> np.ndarray:
     if not isinstance(array, np.ndarray) or array.dtype.names is not None:
         raise ValueError(f"{getattr(array, 'dtype', 'an archive')}, not numbers or texts")
     return array

@@ -16,19 +16,19 @@ from visual_spec.files.reading import NOT_FINITE
 from visual_spec.files.whole import write_atomically
 
 
-def json_text(document: Any, **layout: Any) -> str:
+def json_text(document: object, **layout: Any) -> str:
     """Return JSON without Infinity and NaN; `layout` as of `json.dumps`."""
     return json.dumps(_strict(document), allow_nan=False, **layout)
 
 
-def write_json(path: Path, document: Any, *, indent: int | None = None, overwrite: bool = True) -> None:
+def write_json(path: Path, document: object, *, indent: int | None = None, overwrite: bool = True) -> None:
     """Write a JSON document whole; on one line and without blanks if `indent` is None."""
     separators = (",", ":") if indent is None else None
     text = json_text(document, indent=indent, separators=separators)
     write_atomically(path, text + "\n", overwrite=overwrite)
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> object:
     if isinstance(value, dict):
         strict = {name: _strict(one) for name, one in value.items()}
         texts = {

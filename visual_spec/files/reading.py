@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 
 def inside(folder: Path, name: Any, where: str | os.PathLike) -> Path:
@@ -105,7 +105,7 @@ def read_text(path: str | os.PathLike, most: int = 2**30) -> str:
         raise ValueError(f"{os.fspath(path)} is not UTF-8 ({error})") from error
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """The `repr` of a value, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -121,17 +121,17 @@ class Kind(NamedTuple):
     """What an entry may be: its name in errors, and the test."""
 
     name: str
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
 
     def __or__(self, other: Kind) -> Kind:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Kind(f"{self.name} or {other.name}", lambda value: self.fits(value) or other.fits(value))
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     if isinstance(value, float):
         return True
     return _whole(value) and abs(value) < 2**64
@@ -175,7 +175,7 @@ def parse(text: str, where: str) -> Any:
     raise ValueError(f"{where} has more than {_DEPTH} levels of parts within each other")
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):
@@ -221,7 +221,7 @@ def read_objects(
 
 
 def checked(
-    value: Any,
+    value: object,
     where: str,
     needed: Mapping[str, Kind] | None = None,
     optional: Mapping[str, Kind] | None = None,
