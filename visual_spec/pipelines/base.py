@@ -3,7 +3,7 @@
 import inspect
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from visual_spec.models.core.offload import align_weights
 from visual_spec.models.core.saved import quantised_as
 from visual_spec.models.core.settings import LAW_DEFAULTS, whole
 from visual_spec.pipelines.saved_index import LoadsPipelines
-from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Streams
+from visual_spec.pipelines.steps import ONLY_CHECKED, Checked, Generators, Laws, Streams
 from visual_spec.records import AsSaved, PipelineFacts
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_logprobs
@@ -28,7 +28,7 @@ from visual_spec.samplers.core.trace import IDENTICAL, PLAIN
 from visual_spec.samplers.registry import all_samplers, check_sampler
 
 
-def _fact(name: str, meaning: str) -> Any:
+def _fact(name: str, meaning: str) -> property:
     """A property of a pipeline that its `facts` tell."""
     return property(lambda pipe: getattr(pipe.facts, name), doc=meaning)
 
@@ -40,18 +40,19 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub id ("owner/name").
     """
 
+    __call__: Callable[..., Any]  # of each class
     _lora_loadable_modules = ["transformer"]
     transformer: Any
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
-    _guidance_scale: Any = None  # of the call that runs, or ran last
+    _guidance_scale: float | list[float] | None = None  # of the call that runs, or ran last
     _num_timesteps: int = 0
     _steps_made: int = 0
     _interrupt: bool = False
     _is_running: bool = False
     _own_sampler: Any = None  # that it was made or loaded with
-    _facts: Any = None  # with the settings that they were read of
+    _facts: tuple[object, PipelineFacts] | None = None  # with the settings that they were read of
     _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
     _output_types: tuple[str, ...] = ("pil", "np", "pt", "latent")
     _sample = "picture"  # what it makes, where a generator belongs to each
@@ -61,7 +62,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     # -- what it is ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+    def facts_of(cls, settings: Mapping[str, object], sampler: Mapping[str, object]) -> PipelineFacts:
         """What a pipeline of this class is, with these settings and this sampler: what the table of its families says.
 
         Args:
@@ -93,7 +94,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         return self._facts[1]
 
     @property
-    def plain(self) -> Any:
+    def plain(self) -> Sampler:
         """The sampler of the model's plain decoding, as the sampler that it was made or saved with defines its law."""
         own = self._own_sampler
         facts = self.facts if own is self.sampler else self.facts_of(self.config, _as_saved(own))
@@ -121,7 +122,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         return dict(self.facts.default_settings)
 
     @classmethod
-    def _saved_law(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _saved_law(cls, settings: Mapping[str, object]) -> dict[str, Any]:
         """The law's settings that were saved, or the constructor's (`default_<name>`), or `TokenLaw`'s."""
         usual = inspect.signature(cls.__init__).parameters
         law = {}
@@ -155,7 +156,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         return TokenLaw(**{**self.facts.default_settings, **asked})
 
     @property
-    def guidance_scale(self) -> Any:
+    def guidance_scale(self) -> float | list[float] | None:
         """Guidance of the call that runs, or ran last; the default before the first call."""
         own = self._guidance_scale
         return self.default_settings().get("guidance_scale") if own is None else own
@@ -223,7 +224,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
                 )
         super().register_modules(**kwargs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "sampler" and self._own_sampler is None:
             self.__dict__["_own_sampler"] = value
         if isinstance(value, torch.nn.Module):
@@ -350,16 +351,17 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        this: Any = self
         before = ONLY_CHECKED.set(True)
         try:
-            this(*args, **kwargs)
+            self(*args, **kwargs)
         except Checked:
             pass
         finally:
             ONLY_CHECKED.reset(before)
 
-    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+    def check_inputs(
+        self, source: Sized, each: int, law: Laws, generator: Generators, output_type: str
+    ) -> None:
         """Refuse what cannot be drawn or played, before any computation.
 
         Args:
@@ -433,7 +435,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
     def _check_parts(self) -> None:
         """Refuse components that do not fit each other. Runs at the end of a constructor."""
 
-    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+    def _decoded(self) -> tuple[object, dict[str, Any]] | None:
         """The model that the sampler decodes, and what it takes beside; None where that is not known before a call."""
         return None
 
@@ -450,12 +452,12 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
             )
 
 
-def _as_saved(sampler: Any) -> dict[str, Any]:
+def _as_saved(sampler: object) -> dict[str, Any]:
     """The configuration of a sampler as its file holds it."""
     return {**getattr(sampler, "config", {}), "_class_name": type(sampler).__name__}
 
 
-def _written(choice: str | AsSaved, sampler: Mapping[str, Any]) -> str:
+def _written(choice: str | AsSaved, sampler: Mapping[str, object]) -> str:
     """The text of a family's sampler beside the saved one."""
     if isinstance(choice, str):
         return choice

@@ -24,7 +24,7 @@ _BASES = {
 }
 
 
-def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(index: Mapping[str, object]) -> dict[str, Any]:
     """What model_index.json or a component's configuration says, with our classes by their names of today.
 
     They are found whatever module they lived in when it was saved. The class of the pipeline is its name alone;
@@ -36,7 +36,7 @@ def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
     return named | ({"_class_name": FORMER.get(kind, kind)} if isinstance(kind, str) else {})
 
 
-def _place(value: Any) -> Any:
+def _place(value: Any) -> object:
     """Where diffusers finds the class of a pair of a module and a class: here; other values as they are."""
     pair = (
         isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
@@ -84,16 +84,16 @@ def registers(init: Init) -> Init:
     return cast(Init, made)
 
 
-def annotated_types(kind: Any) -> dict[str, tuple[Any, ...]]:
+def annotated_types(kind: Any) -> dict[str, tuple[type, ...]]:
     """The classes that each component of a pipeline may be of, as diffusers' `_get_signature_types`; none of settings.
 
     A class of ours counts once its module is loaded, which it is as soon as there is an instance of it. So loading a
     pipeline does not import all models that its annotations name.
     """
-    init: Any = kind.__init__
+    init = kind.__init__
     names, homes = vars(sys.modules[init.__module__]), component_homes()
     families = [family for family in all_families() if kind.__name__ in family.pipelines]
-    types: dict[str, tuple[Any, ...]] = {}
+    types: dict[str, tuple[type, ...]] = {}
     for name, parameter in list(inspect.signature(init).parameters.items())[1:]:
         component = parameter.default is inspect.Parameter.empty or name in kind._optional_components
         written = parameter.annotation if component and isinstance(parameter.annotation, str) else ""

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from visual_spec.files.documents import json_text
 from visual_spec.files.reading import OBJECT, read_object, refuse_link
@@ -57,7 +56,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
         )
 
 
-def write_folder(save: Callable[[Path], Any], out: Path) -> None:
+def write_folder(save: Callable[[Path], object], out: Path) -> None:
     """Have `save` fill a folder, list what it wrote, and put it at `out`, in place of what is there.
 
     What is there stays until the new folder is complete; `check_replaceable` says what may be replaced.

@@ -1,11 +1,14 @@
 """Load a saved pipeline, or a drafter, without knowing its class."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 import visual_spec.pipelines.components as components
 from visual_spec.families import all_families, all_pipelines, family_of
@@ -28,7 +31,7 @@ from visual_spec.records import Family, PipelineFacts
 from visual_spec.samplers.registry import DRAFTER, all_samplers
 
 
-def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
+def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> VisualPipeline:
     """The pipeline of an embedded model, a folder written by `save_pretrained`, or a Hub id, of the class saved there.
 
     Args:
@@ -41,7 +44,7 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
     return _pipeline_class(name, index).from_pretrained(_folder(name, **kwargs), **kwargs)
 
 
-def _pipeline_class(name: str | os.PathLike, index: dict[str, Any]) -> Any:
+def _pipeline_class(name: str | os.PathLike, index: Mapping[str, Any]) -> type[VisualPipeline]:
     of_diffusers = {
         family.of_diffusers: family.pipelines[0] for family in all_families() if family.of_diffusers
     }
@@ -146,7 +149,7 @@ _REFINER_FACTS = ("refiner_budget", "refiner_guidance_scale", "refiner_first_sca
 
 
 @contextmanager
-def refined(pipe: Any, name: str | None) -> Iterator[None]:
+def refined(pipe: VisualPipeline, name: str | None) -> Iterator[None]:
     """Within, the refiner of this name or folder draws, any scale and with the guidance of the others.
 
     Afterwards, and with no name, the pipeline has its own.
@@ -173,7 +176,7 @@ def refined(pipe: Any, name: str | None) -> Iterator[None]:
 
 
 @lru_cache(maxsize=8)
-def _refiner(name: str, device: Any, dtype: Any) -> Any:
+def _refiner(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     return load_refiner(name).to(device, dtype)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.models.core.settings import of_settings, settings_of
 from visual_spec.records import AsSaved
 from visual_spec.samplers.core.trace import IDENTICAL
 from visual_spec.samplers.registry import by_name, class_for, class_saved, meant, names, sampler_class
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.base import Sampler
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
 
@@ -41,16 +44,16 @@ def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), settings
 
 
-def write_sampler(name: str, settings: Mapping[str, Any]) -> str:
+def write_sampler(name: str, settings: Mapping[str, object]) -> str:
     """The text that `parse_sampler` reads as this name and these settings; a mapping is written setting by setting."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in settings.items():
         flat |= value if isinstance(value, Mapping) else {key: value}
     pairs = ",".join(f"{key}={_text(value)}" for key, value in flat.items())
     return f"{name}:{pairs}" if pairs else name
 
 
-def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
+def saved_sampler(name: str, config: Mapping[str, object]) -> str:
     """The text of a sampler with a saved configuration: what differs from the defaults of its class."""
     kind, _ = class_saved(sampler_class(by_name(name)), config)
     usual = kind().config
@@ -62,7 +65,7 @@ def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
     return write_sampler(name, changed)
 
 
-def as_saved(sampler: str | AsSaved, config: Mapping[str, Any]) -> str:
+def as_saved(sampler: str | AsSaved, config: Mapping[str, object]) -> str:
     """The text of a family's sampler.
 
     Args:
@@ -77,7 +80,7 @@ def as_saved(sampler: str | AsSaved, config: Mapping[str, Any]) -> str:
     return saved_sampler(sampler.name, {**kept, **sampler.others})
 
 
-def plain_beside(text: str, own: Any) -> Any:
+def plain_beside(text: str, own: Any) -> Sampler:
     """The sampler of a text of plain decoding, with the other settings of `own` where that is a sampler of its class.
 
     Models differ in how their guidance grows, or in how many steps a chain has. A sampler that never decodes plainly,
@@ -91,7 +94,7 @@ def plain_beside(text: str, own: Any) -> Any:
     return type(own).from_config(own.config, **changed) if changed else own
 
 
-def read_sampler(text: str) -> Any:
+def read_sampler(text: str) -> Sampler:
     """The sampler of a text: `name` or `name:setting=value,...`.
 
     Raises:
@@ -101,7 +104,7 @@ def read_sampler(text: str) -> Any:
     return make_sampler(name, **settings)
 
 
-def make_sampler(name: str, **settings: Any) -> Any:
+def make_sampler(name: str, **settings: Any) -> Sampler:
     """The sampler of a name, as the command line calls it.
 
     Raises:
@@ -120,7 +123,7 @@ def make_sampler(name: str, **settings: Any) -> Any:
     return of_settings(kind, **_gathered(kind, settings))
 
 
-def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered(kind: type, settings: Mapping[str, object]) -> dict[str, object]:
     """The settings as the class takes them: those that it takes in one mapping, `_flat_settings`, in that mapping."""
     others = dict(settings)
     for name, flat in _flat_settings(kind).items():
@@ -131,7 +134,7 @@ def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
+def _flat_settings(kind: type) -> dict[str, Sequence[str]]:
     """The settings that a class takes as one mapping, with the names in it, which are written like other settings."""
     relaxed = {}
     if "relaxation" in inspect.signature(kind).parameters:
@@ -141,13 +144,13 @@ def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
     return {**relaxed, **getattr(kind, "flat_settings", {})}
 
 
-def declared_limits(kind: Any) -> dict[str, str]:
+def declared_limits(kind: type) -> dict[str, str]:
     """What the settings of a sampler's class may be, in words, by name, with their defaults."""
     declared = settings_of(inspect.unwrap(kind.__init__))
     return {name: f"{one.allowed} (default: {_text(one.default)})" for name, one in declared.items()}
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     if "/" in text:
         return [_value(part) for part in text.split("/") if part]
     words = {"true": True, "false": False, "none": None}
@@ -161,7 +164,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         # A list of one ends in the stroke that divides longer ones.
         return "/".join(map(_text, value)) + ("/" if len(value) == 1 else "")

@@ -53,7 +53,7 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
 _LIBRARIES = ("diffusers", "transformers")
 _TOKENIZER = "PreTrainedTokenizerBase"
 # What an annotation of a setting allows; a number is finite.
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_KINDS: dict[str, Callable[[object], bool]] = {
     "None": lambda value: value is None,
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -87,7 +87,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
 
 
 def check_saved_pipeline(
-    folder: Path, kind: type, *, passed: Mapping[str, Any] | None = None, variant: str | None = None
+    folder: Path, kind: type, *, passed: Mapping[str, object] | None = None, variant: str | None = None
 ) -> None:
     """Refuse a folder from which a pipeline cannot be built as its files say.
 
@@ -148,7 +148,7 @@ def _check_shared(path: Path) -> None:
                 )
 
 
-def _kinds(annotation: Any) -> list[str]:
+def _kinds(annotation: object) -> list[str]:
     """The kinds that an annotation allows, classes without their modules."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     text = text.replace("typing.", "")
@@ -160,7 +160,7 @@ def _is_setting(kinds: list[str]) -> bool:
     return all(kind in _KINDS for kind in kinds)
 
 
-def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
+def _class_of(path: Path, name: str, value: object, kinds: list[str]) -> type:
     """The class of a component."""
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
         raise ValueError(
@@ -168,7 +168,7 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
             "again."
         )
     library, class_name = value
-    home: Any = components if library in ("visual_spec", components.__name__) else None
+    home = components if library in ("visual_spec", components.__name__) else None
     if library in _LIBRARIES:
         home = __import__(library)
     elif home is None:
@@ -216,7 +216,7 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
         check_folder(folder, kind, variant)
 
 
-def _check_law(path: Path, kind: Any, index: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+def _check_law(path: Path, kind: Any, index: Mapping[str, object], sampler: Mapping[str, object]) -> None:
     """Refuse defaults of the law that are out of range."""
     try:
         TokenLaw(**kind.facts_of(index, sampler).default_settings)
@@ -270,7 +270,7 @@ class LoadsPipelines(DiffusionPipeline):
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
     @classmethod
-    def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> Any:
+    def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> torch.nn.Module:
         """A component whose files are in the folder of another pipeline; see `part_folder`."""
         library, name = cls.load_config(folder)[part]
         dtype = kwargs.get(_DTYPE)
@@ -318,7 +318,7 @@ class LoadsPipelines(DiffusionPipeline):
         return fetched(name, _FILES, kwargs, f"; {embedded}")
 
     @classmethod
-    def _get_signature_types(cls) -> dict[str, tuple[Any, ...]]:
+    def _get_signature_types(cls) -> dict[str, tuple[type, ...]]:
         written = [one.annotation for one in inspect.signature(cls.__init__).parameters.values()]
         if any(isinstance(one, str) for one in written):
             return annotated_types(cls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
@@ -13,9 +13,18 @@ from torch import Tensor
 
 from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.base import STOP, Sampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import SO_FAR
 
-StepCallback = Callable[[Any, int, int, dict[str, Any]], Any]
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.samplers.core.trace import SampleResult
+
+StepCallback = Callable[[Any, int, int, dict[str, Tensor]], object]
+Generators = torch.Generator | Sequence[torch.Generator] | None  # one for the batch, or one a sample
+Laws = TokenLaw | list[TokenLaw]  # one, or one for each scale
 
 # Set while `check_call` runs a call: it ends where it would compute.
 ONLY_CHECKED: ContextVar[bool] = ContextVar("only checked", default=False)
@@ -56,7 +65,7 @@ class StepListener:
 
     def __init__(
         self,
-        pipe: Any,
+        pipe: VisualPipeline,
         callback: StepCallback | None,
         names: Sequence[str] | None,
         changeable: Sequence[str] = (),
@@ -75,7 +84,7 @@ class StepListener:
         self.pipe, self.callback, self.changeable = pipe, callback, changeable
         self.names = allowed[:1] if names is None else names
 
-    def __call__(self, step: int, timestep: Callable[[], int], **tensors: Tensor) -> Any:
+    def __call__(self, step: int, timestep: Callable[[], int], **tensors: Tensor) -> str | Tensor | None:
         """Tell the callback about a target call.
 
         Args:
@@ -96,12 +105,12 @@ class StepListener:
                 replaced = self._replaced(shown, returned)
         return STOP if self.pipe._interrupt else replaced
 
-    def of_tokens(self, step: int, lengths: Tensor) -> Any:
+    def of_tokens(self, step: int, lengths: Tensor) -> str | Tensor | None:
         """A sampler's callback: as a call, of the committed tokens of each sample, `lengths [B]`."""
         tokens = {"tokens": committed_tokens(SO_FAR.get()())} if "tokens" in self.names else {}
         return self(step, lambda: int(lengths.min()), lengths=lengths, **tokens)
 
-    def _replaced(self, shown: Mapping[str, Tensor], returned: Any) -> Tensor | None:
+    def _replaced(self, shown: Mapping[str, Tensor], returned: object) -> Tensor | None:
         if not isinstance(returned, Mapping):
             raise TypeError(
                 f"callback_on_step_end returned a {type(returned).__name__}; return a dictionary of tensors by name, "
@@ -133,13 +142,13 @@ class StepListener:
         return changed
 
 
-def committed_tokens(result: Any) -> Tensor:
+def committed_tokens(result: SampleResult) -> Tensor:
     """The tokens of a decode so far, 0 at those that are open."""
     is_open = (result.trace.commit_call < 0).to(result.tokens.device)
     return result.tokens.masked_fill(is_open[(...,) + (None,) * (result.tokens.dim() - 2)], 0)
 
 
-def planned_steps(sampler: Any, model: Any, parts: dict[str, Any], otherwise: int) -> int:
+def planned_steps(sampler: object, model: object, parts: dict[str, Any], otherwise: int) -> int:
     """How often the callback of a decode is called, where the settings of the sampler say it, as of a masked model.
 
     Args:
@@ -206,9 +215,9 @@ class DecodeProgress:
 
     def __init__(
         self,
-        bar: Any,
+        bar: tqdm,
         num_tokens: int,
-        listener: Callable[[int, Tensor], Any] | None = None,
+        listener: Callable[[int, Tensor], object] | None = None,
         *,
         unit: str = "tokens",
         known: int = 0,
@@ -218,9 +227,9 @@ class DecodeProgress:
         self.num_tokens = num_tokens
         self.listener = listener
         self.unit, self.known = unit, known
-        self._pending: tuple[int, Tensor, Any] | None = None
+        self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def __call__(self, call_index: int, lengths: Tensor) -> Any:
+    def __call__(self, call_index: int, lengths: Tensor) -> object:
         if not self.bar.disable:
             if lengths.is_cuda:
                 self.finish()

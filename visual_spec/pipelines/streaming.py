@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import repeat
@@ -18,18 +18,28 @@ from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.state import WATCHER
 
+if TYPE_CHECKING:
+    from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.samplers.core.trace import SampleResult
+
+Hear = Callable[[Callable[[], object]], str | None]  # hands an item on, see `stream_of`
+
 GREY = 0.5  # of pixels in [0, 1]: places that are open
 
 
 def stream_pictures(
-    pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], show: Callable[[Any], Any]
+    pipe: VisualPipeline,
+    every: int,
+    args: tuple,
+    kwargs: dict[str, Any],
+    show: Callable[[SampleResult], object],
 ) -> Generator[Any]:
     """What `show` makes of a decode after every so many target calls, then the output of the pipeline."""
 
-    def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
+    def call(hear: Hear) -> object:
         calls = 0
 
-        def watch(result: Callable[[], Any]) -> Any:
+        def watch(result: Callable[[], SampleResult]) -> str | None:
             nonlocal calls
             calls += 1
             # A copy: what the result holds goes on.
@@ -41,28 +51,30 @@ def stream_pictures(
     return stream_of(call, show)
 
 
-def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Generator[Any]:
+def stream_waves(
+    pipe: VisualPipeline, args: tuple, kwargs: dict[str, Any], output_type: str
+) -> Generator[Any]:
     """Outputs of a pipeline of music with what is heard so far, stretch by stretch, then its own output."""
     heard: list[Tensor] = []
 
-    def call(hear: Callable[[Callable[[], Any]], Any]) -> Any:
-        def listen(pipe: Any, start: int, waves: Tensor) -> None:
+    def call(hear: Hear) -> object:
+        def listen(pipe: VisualPipeline, start: int, waves: Tensor) -> None:
             if hear(lambda: waves) is STOP:
                 pipe._interrupt = True
 
         return pipe(*args, **kwargs, callback_on_audio=listen)
 
-    def partial(waves: Tensor) -> Any:
+    def partial(waves: Tensor) -> AudioPipelineOutput:
         heard.append(waves)
         audios = torch.cat(heard, -1)
         unknown: Any = None  # codes and trace, until the end
-        shown: Any = audios.numpy() if output_type == "np" else audios
+        shown = audios.numpy() if output_type == "np" else audios
         return AudioPipelineOutput(shown, pipe.sampling_rate, unknown, unknown)
 
     return stream_of(call, partial)
 
 
-def stream_of(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Generator[Any]:
+def stream_of(call: Callable[[Hear], object], partial: Callable[[Any], object]) -> Generator[Any]:
     """Yield what `partial` makes of all that a call hands on, then what it returns.
 
     The call runs in a thread of its own, at most two items ahead, under the reader's autocast, gradient mode and
@@ -79,14 +91,14 @@ def stream_of(call: Callable[[Any], Any], partial: Callable[[Any], Any]) -> Gene
         # A program that ends waits for its threads, after this one has ended.
         return closed.is_set() or not threading.main_thread().is_alive()
 
-    def put(kind: str, item: Any) -> None:
+    def put(kind: str, item: object) -> None:
         while not over():
             try:
                 return ready.put((kind, item), timeout=0.1)
             except queue.Full:
                 continue
 
-    def hear(make: Callable[[], Any]) -> Any:
+    def hear(make: Callable[[], object]) -> str | None:
         if not over() and (item := make()) is not None:
             put("partial", item)
         return STOP if over() else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +128,7 @@ def _places(model: nn.Module, name: str) -> list[_Place]:
     return places
 
 
-def _at_rest(layer: Any, kind: str, kept: Tensor, name: str) -> Tensor:
+def _at_rest(layer: nn.Module, kind: str, kept: Tensor, name: str) -> Tensor:
     """The tensor that keeps a weight between calls: accelerate keeps offloaded ones beside the layer."""
     if hasattr(kept, "full_tensor"):
         raise ValueError(
@@ -137,7 +136,7 @@ def _at_rest(layer: Any, kind: str, kept: Tensor, name: str) -> Tensor:
         )
     if not kept.is_meta:
         return kept
-    hook: Any = getattr(layer, "_hf_hook", None)
+    hook = getattr(layer, "_hf_hook", None)
     maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", (hook,))]
     for one in filter(None, maps):
         whole = getattr(one, "dataset", one)
@@ -161,7 +160,6 @@ def _collected(weights: Weights, places: Mapping[str, _Place], name: str) -> dic
     pairs: Iterable[tuple[str, Tensor]] = weights if copied else weights.items()  # pyright: ignore
     given: dict[str, Tensor] = {}
     for pair in pairs:
-        value: Any
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError(
                 f"weights of {name} hold {str(pair)[:60]!r}; pass a state dict, or pairs of a key and a tensor."
@@ -219,7 +217,7 @@ def _check(given: Mapping[str, Tensor], places: list[_Place], name: str) -> None
         )
 
 
-def _stored(value: Tensor, place: _Place, recipe: Any, name: str) -> Tensor:
+def _stored(value: Tensor, place: _Place, recipe: object, name: str) -> Tensor:
     """A new weight as it is kept: in the type of the old one, or quantised as that was."""
     kept = place.kept
     if not is_traceable_wrapper_subclass(kept):
@@ -234,7 +232,7 @@ def _stored(value: Tensor, place: _Place, recipe: Any, name: str) -> Tensor:
     return value
 
 
-def _quantised(value: Tensor, place: _Place, recipe: Any, name: str) -> Tensor:
+def _quantised(value: Tensor, place: _Place, recipe: object, name: str) -> Tensor:
     how = getattr(recipe, "quant_type", None)
     if how is None or type(how).__name__ == "FqnToConfig" or not isinstance(place.layer, nn.Linear):
         raise ValueError(

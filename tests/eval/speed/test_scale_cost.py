@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.helpers.tiny_scales import TINY_VQ, tiny_scale_pipeline
+from visual_spec import ScaleImagePipeline
 from visual_spec.eval.draws import caches_of
 from visual_spec.eval.speed.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.var import PRESETS, SCALES
-from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.scales.schedule import ScaleSchedule
 
 CODES = 4096
@@ -147,7 +147,7 @@ def test_every_weight_of_a_tiny_model_is_read_where_it_is_used():
 def test_the_shapes_and_classes_are_those_of_the_pipeline():
     pipe = tiny_scale_pipeline(num_draft_scales=3)
     copy = like_on_meta(pipe)
-    flexvar = load_pipeline("shapes_flexvar")
+    flexvar = ScaleImagePipeline.from_pretrained("shapes_flexvar")
     counted = like_on_meta(flexvar)
     pairs = [(getattr(pipe, name), getattr(copy, name)) for name in ("transformer", "refiner", "vq_model")]
     pairs += [(getattr(flexvar, name), getattr(counted, name)) for name in ("transformer", "vq_model")]
