@@ -89,7 +89,7 @@ class AmusedImagePipeline(TokenImagePipeline):
             PRESETS["amused"].sampler(),
         )
 
-    def _count(self, prompt: Any, negative_prompt: Any, features: Mapping[str, Any]) -> int:
+    def _count(self, prompt: object, negative_prompt: object, features: Mapping[str, Any]) -> int:
         """The number of prompts of a call, which are checked."""
         if not isinstance(negative_prompt, str | None):
             raise TypeError(f"negative_prompt={negative_prompt!r}; pass one text, which all pictures avoid.")
@@ -118,7 +118,7 @@ class AmusedImagePipeline(TokenImagePipeline):
     ) -> ClipCondition:
         """What CLIP says of the prompts, each repeated for its pictures. A text that is longer than it reads is cut."""
         if prompt is None:
-            encoded: Any = ClipCondition(
+            encoded = ClipCondition(
                 prompt_embeds,  # pyright: ignore[reportArgumentType]
                 encoder_hidden_states,  # pyright: ignore[reportArgumentType]
                 negative_prompt_embeds,  # pyright: ignore[reportArgumentType]
@@ -129,7 +129,7 @@ class AmusedImagePipeline(TokenImagePipeline):
             with at_hand(self.text_encoder):
                 encoded = clip_condition(self.text_encoder, self.tokenizer, prompts, negative_prompt or "")
         reader = self.text_encoder if self.transformer is None else self.transformer
-        given: Any = (self._execution_device, reader.dtype)
+        given = (self._execution_device, reader.dtype)
         moved = ClipCondition(
             pooled=encoded.pooled.to(*given).repeat_interleave(num_images_per_prompt, 0),
             states=encoded.states.to(*given).repeat_interleave(num_images_per_prompt, 0),

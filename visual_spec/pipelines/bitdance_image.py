@@ -47,7 +47,7 @@ class BitDanceImagePipeline(TokenImagePipeline):
     model_cpu_offload_seq = "transformer->vae"
     _decoder = KLDecoder
 
-    vae: Any
+    vae: BinaryAutoencoder
     tokenizer: Any
 
     @registers

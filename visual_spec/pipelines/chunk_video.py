@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,15 @@ from visual_spec.models.video.frame_cache import POLICIES, CachePolicy, HeadBudg
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import ShownPictures, VideoPipelineOutput, shown
 from visual_spec.pipelines.sampler_text import parse_sampler
-from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.steps import Generators, StepCallback, StepListener
 from visual_spec.pipelines.texts import ReadsText, Texts
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.continuous.chunks import ChunkTrace, ChunkWiseSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import meant
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.trace import SampleResult
 
 
 @dataclass
@@ -118,7 +121,7 @@ class ChunkVideoPipeline(ReadsText):
         CausalWan.check_model(self.transformer, read_policy(self.config["default_policy"]))
 
     @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+    def facts_of(cls, settings: Mapping[str, object], sampler: Mapping[str, object]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`. Guidance is in the weights: a call has no law."""
         return replace(super().facts_of(settings, sampler), default_settings={})
 
@@ -196,9 +199,9 @@ class ChunkVideoPipeline(ReadsText):
         policy: CachePolicy | HeadBudgets,
         features: Tensor,
         num_frames: int,
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
-    ) -> Any:
+    ) -> SampleResult:
         """Let the sampler draw chunk after chunk, beside a progress bar. Returns its result: latents and the trace."""
         side, self._num_frames = self.config["frame_size"], num_frames
         causal = CausalWan(self.transformer, policy)
@@ -206,7 +209,7 @@ class ChunkVideoPipeline(ReadsText):
             with at_hand(self.transformer), self.progress_bar(total=num_frames) as bar:  # type: ignore[call-arg]
                 bar.unit = " frames"
 
-                def after_chunk(index: int, piece: Tensor) -> Any:
+                def after_chunk(index: int, piece: Tensor) -> str | Tensor | None:
                     bar.set_postfix_str(f"{index + 1} chunk{'s' * (index > 0)}", refresh=False)
                     bar.update(piece.shape[2])
                     return listener(index, lambda: (index + 1) * sampler.config["chunk"], latents=piece)
@@ -250,7 +253,7 @@ class ChunkVideoPipeline(ReadsText):
         return shown(clips, self.image_processor, output_type)
 
 
-def read_policy(policy: Any) -> Any:
+def read_policy(policy: Any) -> CachePolicy | HeadBudgets:
     """The policy of a text, `name` or `name:setting=value,...`; a policy as it is.
 
     Raises:

@@ -18,6 +18,8 @@ from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.decoders import KLDecoder
 
 if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
     from visual_spec.models.continuous.binary_autoencoder import BinaryAutoencoder
     from visual_spec.models.continuous.bitdance import BitDanceTransformer
     from visual_spec.models.continuous.causal import CausalContinuousTransformer
@@ -126,7 +128,7 @@ def _loaded(source: Given, dtype: torch.dtype | None, role: str = "transformer")
     files = [kind for family in ours if family.layout for kind in family.layout.files]
     kinds = [kind for kind in files if kind.role == role]
 
-    def unpack(path: Path, content: Any) -> Checkpoint | None:
+    def unpack(path: Path, content: object) -> Checkpoint | None:
         found = (kind.function(kind.unpack)(path, content) for kind in kinds if kind.unpack)
         return next((one for one in found if one is not None), None)
 
@@ -136,7 +138,7 @@ def _loaded(source: Given, dtype: torch.dtype | None, role: str = "transformer")
     return kind.function(kind.load)(read, dtype=dtype)
 
 
-def _published(model: Any) -> tuple[SchedulerMixin, float]:
+def _published(model: ModelMixin) -> tuple[SchedulerMixin, float]:
     """The sampler and the guidance of the published figures of an official size, the nearest one by its parameters."""
     from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 

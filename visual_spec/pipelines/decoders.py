@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.core.protocol import area_of
+from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of
 
 
 class VQDecoder:
@@ -52,7 +52,7 @@ class VQDecoder:
         """The canvas of tokens [B, h * w], of `height` rows."""
         return rearrange(tokens, "b (h w) -> b h w", h=height)
 
-    def pixels(self, canvas: Tensor) -> Any:
+    def pixels(self, canvas: Tensor) -> Tensor | list[Tensor]:
         """Pictures [B, 3, H, W] in [-1, 1] of a canvas; of clips a list of them."""
         grid, size = self.transformer.grid, tuple(canvas.shape[1:])
         return self.model.decode_tokens(
@@ -207,7 +207,9 @@ class ScaleDecoder(CodesDecoder):
         return self.model.decode_canvas(canvas)
 
 
-def check_scales(student: Any, other: Any, what: str, codes: int, length: int) -> None:
+def check_scales(
+    student: Any, other: ScaleModel | ScaleTokenizer, what: str, codes: int, length: int
+) -> None:
     """Refuse a tokenizer or a teacher of other scales or codes than a student draws.
 
     Args:

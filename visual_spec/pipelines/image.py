@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
@@ -107,7 +107,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         return cls(model, tokenizer, encoder, sampler or llamagen.own_sampler(model), **defaults)
 
     def _drawn_size(
-        self, height: int | None, width: int | None, control: Any, control_strength: float, count: int
+        self, height: int | None, width: int | None, control: object, control_strength: float, count: int
     ) -> tuple[int | None, int | None]:
         """The size that a call asks for: with a ControlAR that of the control pictures, which are checked."""
         if hasattr(self.transformer, "control_size"):

@@ -25,6 +25,7 @@ from visual_spec.samplers.scales.scales import ScaleWiseSampler
 from visual_spec.samplers.scales.stages import Stage, check_alone
 
 if TYPE_CHECKING:
+    from visual_spec.models.core.layouts import Given
     from visual_spec.models.text.t5_features import T5Features
 
 
@@ -77,7 +78,7 @@ class InfinityPipeline(ReadsText, NextScalePipeline):
     def from_official(
         cls,
         transformer: Source,
-        vq_model: Any,
+        vq_model: Given,
         text_encoder: str | os.PathLike | T5Features | None = None,
         *,
         size: int | None = None,

@@ -51,7 +51,7 @@ class ClassNames:
             raise ValueError("labels is an empty list; pass at least one class.")
         return [self._id(_plain(label)) for label in labels]
 
-    def _id(self, label: Any) -> int:
+    def _id(self, label: object) -> int:
         if isinstance(label, str) and label not in self._ids and not label.isdecimal():
             close = difflib.get_close_matches(label, self._ids, n=3)
             advice = "see pipe.config['id2label']"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -60,7 +60,7 @@ class MaskedImagePipeline(ImagePipeline):
     ): ...
 
     @classmethod
-    def from_official(cls, *_: Any, **__: Any) -> Any:
+    def from_official(cls, *_: object, **__: object) -> Self:
         """There are no official masked models of captions in this layout.
 
         Raises:

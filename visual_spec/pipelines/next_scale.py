@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +13,15 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import ScaleDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures
-from visual_spec.pipelines.steps import StepListener
+from visual_spec.pipelines.steps import Generators, Laws, StepListener
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.state import SO_FAR
 from visual_spec.samplers.scales.stages import Stage, at_scales, drawn_stages
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
+    from visual_spec.samplers.scales.trace import ScaleResult
 
 Budget = ScaleBudget | Mapping[str, Any] | None
 
@@ -50,7 +55,7 @@ class NextScalePipeline(VisualPipeline):
         return read_budget(self.config["budget"])
 
     @staticmethod
-    def _saved_budget(budget: Budget, model: Any) -> dict[str, Any] | None:
+    def _saved_budget(budget: Budget, model: ModelMixin | None) -> dict[str, Any] | None:
         """What is saved of a budget; refuses one for another model than this one."""
         read = read_budget(budget)
         if read is not None and model is not None:
@@ -68,20 +73,22 @@ class NextScalePipeline(VisualPipeline):
         """Refuse models and a tokenizer that differ in their scales or codes."""
         raise NotImplementedError
 
-    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+    def check_inputs(
+        self, source: Sized, each: int, law: Laws, generator: Generators, output_type: str
+    ) -> None:
         super().check_inputs(source, each, law, generator, output_type)
         self._check_models()
 
     def draw_scales(
         self,
         stages: list[Stage],
-        condition: Any,
+        condition: object,
         count: int,
         laws: Sequence[TokenLaw],
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
         output_logprobs: bool = False,
-    ) -> Any:
+    ) -> ScaleResult:
         """Let the sampler draw scale after scale, beside a progress bar. Returns its result: canvas, tokens and trace.
 
         Args:
@@ -101,7 +108,7 @@ class NextScalePipeline(VisualPipeline):
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = f" {self._token}"
 
-            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
+            def after_scale(scale: int, canvas: torch.Tensor) -> str | torch.Tensor | None:
                 bar.set_postfix_str(f"{scale + 1} of {len(sizes)} scales", refresh=False)
                 bar.update(count * sizes[scale])
                 tokens = {"tokens": SO_FAR.get()().tokens} if "tokens" in listener.names else {}
@@ -120,7 +127,7 @@ class NextScalePipeline(VisualPipeline):
         self.last_trace = result.trace
         return result
 
-    def _partial(self, result: Any, output_type: str) -> ImagePipelineOutput:
+    def _partial(self, result: ScaleResult, output_type: str) -> ImagePipelineOutput:
         # No place is open: every scale covers the picture.
         images = self.decode_canvas(result.canvas, output_type)
         return ImagePipelineOutput(images, result.tokens, result.trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,16 +16,19 @@ from torch import Tensor
 from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.pipelines.steps import check_each, listed
+from visual_spec.pipelines.steps import Generators, check_each, listed
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.token_image import TokenImagePipeline
 
 Picture = Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
 
 
 def check_repainting(
-    pipe: Any,
+    pipe: TokenImagePipeline,
     image: Pictures | None,
     mask: Pictures | None,
     strength: float | None,
@@ -86,11 +89,11 @@ def check_repainting(
 
 
 def known_tokens(
-    pipe: Any,
+    pipe: TokenImagePipeline,
     image: Pictures,
     mask: Pictures | None,
     strength: float | None,
-    generator: torch.Generator | Sequence[torch.Generator] | None,
+    generator: Generators,
     *,
     count: int,
     each: int,

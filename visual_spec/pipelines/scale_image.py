@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,7 @@ from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
 from visual_spec.pipelines.next_scale import Budget, NextScalePipeline, read_budget
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
-from visual_spec.pipelines.steps import StepCallback, StepListener
+from visual_spec.pipelines.steps import Generators, StepCallback, StepListener
 from visual_spec.records import PipelineFacts
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import check_generators
@@ -41,10 +41,15 @@ from visual_spec.samplers.scales.stages import (
     code_stages,
 )
 
+if TYPE_CHECKING:
+    from visual_spec.models.core.protocol import ScaleModel
+
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
 # Budgets of a model, by share, number of drafters, law, and temperature and number of the warm scales; beside the state
 # of the weights that they were measured with.
-_BUDGETS: WeakKeyDictionary[Any, tuple[Any, dict[tuple[Any, ...], ScaleBudget]]] = WeakKeyDictionary()
+_BUDGETS: WeakKeyDictionary[VARTransformer, tuple[object, dict[tuple[object, ...], ScaleBudget]]] = (
+    WeakKeyDictionary()
+)
 
 
 class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
@@ -175,7 +180,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
     # -- what it is made of ------------------------------------------------------------------------------------------
 
     @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+    def facts_of(cls, settings: Mapping[str, object], sampler: Mapping[str, object]) -> PipelineFacts:
         budgets = (settings.get("budget"), settings.get("refiner_budget"), sampler.get("cache_share"))
         whole_cache = {} if budgets == (None, None, None) else {"cache_share": "off"}
         ramp = {} if sampler.get("ramp", True) else {"ramp": False}  # which belongs to the model
@@ -244,11 +249,18 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
         return budgets[0], budgets[1] if len(budgets) > 1 else None
 
     def _calibrated(
-        self, model: Any, sampler: Any, law: TokenLaw, share: float, condition: Any, noise: Any, **more: Any
+        self,
+        model: VARTransformer,
+        sampler: Callable[..., object],
+        law: TokenLaw,
+        share: float,
+        condition: torch.Tensor,
+        noise: Generators,
+        **more: Any,
     ) -> ScaleBudget:
         """The budget of one model, which draws the first scales at their own temperature, as in a call."""
 
-        def draw(observed: Any, *args: Any, **settings: Any) -> Any:
+        def draw(observed: ScaleModel, *args: Any, **settings: Any) -> object:
             return sampler(self._warmed([Stage(observed, range(len(model.scales)))]), *args, **settings)
 
         more |= dict(sampler=draw, law=law, share=share, batch_size=len(condition), generator=noise)
@@ -334,7 +346,7 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             known = self.config["refiner_first_scale"] or 1
             split = count if self.refiner is None else max(known, count - 2)
         split = self._check_split(split)
-        first: Any = transformer
+        first = transformer
         budget = self.budget
         refines = split == 0
         if refines:
@@ -352,7 +364,9 @@ class ScaleImagePipeline(DrawsClasses, NextScalePipeline):
             stages = [Stage(first, range(1)), *rest, *stages[1:]]
         return self._warmed(stages)
 
-    def _cached(self, model: Any, budget: ScaleBudget | None, law: TokenLaw) -> Any:
+    def _cached(
+        self, model: VARTransformer, budget: ScaleBudget | None, law: TokenLaw
+    ) -> VARTransformer | CompressedVAR:
         """The model with the cache that the sampler leaves it, or `budget` where it does not say.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.steps import check_each
+from visual_spec.pipelines.steps import Generators, Laws, check_each
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Texts:
     def __len__(self) -> int:
         return len(self.prompts if self.prompt_embeds is None else self.prompt_embeds)
 
-    def check_guided(self, law: Any) -> None:
+    def check_guided(self, law: Laws) -> None:
         """Refuse a negative prompt that guidance would not read; `law` may be a list, one for each scale.
 
         Raises:
@@ -101,7 +104,9 @@ class ReadsText(VisualPipeline):
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError(f"the transformer draws from class labels; use {self._of_classes}.")
 
-    def check_inputs(self, source: Any, each: int, law: Any, generator: Any, output_type: str) -> None:
+    def check_inputs(
+        self, source: Any, each: int, law: Laws, generator: Generators, output_type: str
+    ) -> None:
         super().check_inputs(source, each, law, generator, output_type)
         source.check_guided(law)
         self._check_words(source.prompts + source.negatives)
@@ -194,7 +199,7 @@ def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
             raise ValueError(f"prompt {text!r} has no words; give at least one.")
 
 
-def tokenized(tokenizer: Any, texts: list[str]) -> Any:
+def tokenized(tokenizer: Any, texts: list[str]) -> BatchEncoding:
     """Token ids and their mask, [texts, T] each, of a tokenizer of transformers, with a warning about what is cut off.
 
     Tokens beyond the tokenizer's `model_max_length` are cut off; its own end token stays.
@@ -210,7 +215,7 @@ def tokenized(tokenizer: Any, texts: list[str]) -> Any:
     return tokenizer(texts, padding=True, truncation=has_limit, return_tensors="pt")
 
 
-def _strings(name: str, texts: Any) -> list[str]:
+def _strings(name: str, texts: object) -> list[str]:
     """One text or several as a list; none of None."""
     if texts is None:
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,27 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.decoders import VQDecoder
 from visual_spec.pipelines.output import ImagePipelineOutput, ShownPictures, shown
-from visual_spec.pipelines.steps import DecodeProgress, StepListener, committed_tokens, planned_steps
+from visual_spec.pipelines.steps import (
+    DecodeProgress,
+    Generators,
+    StepListener,
+    committed_tokens,
+    planned_steps,
+)
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.law import TokenLaw
+
+if TYPE_CHECKING:
+    from visual_spec.models.core.protocol import TokenGrid
+    from visual_spec.pipelines.repaint import Pictures
+    from visual_spec.samplers.core.trace import SampleResult
+
+
+class GridModel(Protocol):
+    """A model over a grid of tokens, of any kind."""
+
+    @property
+    def grid(self) -> TokenGrid: ...
 
 
 class TokenImagePipeline(VisualPipeline):
@@ -57,7 +75,7 @@ class TokenImagePipeline(VisualPipeline):
         grid, patch = self.transformer.grid, self.decoder.patch
         return grid.height * patch, grid.width * patch
 
-    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+    def _decoded(self) -> tuple[object, dict[str, Any]] | None:
         return (self.transformer, self.sampler_parts()) if self._is_whole else None
 
     def sized(self, height: int | None = None, width: int | None = None) -> Any:
@@ -121,7 +139,12 @@ class TokenImagePipeline(VisualPipeline):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def check_repainting(
-        self, image: Any, mask: Any, strength: float | None, count: int, model: Any = None
+        self,
+        image: Pictures | None,
+        mask: Pictures | None,
+        strength: float | None,
+        count: int,
+        model: GridModel | None = None,
     ) -> None:
         """Refuse what cannot be repainted, see `visual_spec.pipelines.repaint`.
 
@@ -136,13 +159,13 @@ class TokenImagePipeline(VisualPipeline):
 
     def known_tokens(
         self,
-        image: Any,
-        mask: Any,
+        image: Pictures | None,
+        mask: Pictures | None,
         strength: float | None,
-        generator: Any,
+        generator: Generators,
         count: int,
         each: int,
-        model: Any = None,
+        model: GridModel | None = None,
     ) -> Tensor | None:
         """Return what the sampler keeps of a picture, see `visual_spec.pipelines.repaint`; None without one."""
         if image is None:
@@ -154,15 +177,15 @@ class TokenImagePipeline(VisualPipeline):
 
     def draw_tokens(
         self,
-        model: Any,
-        condition: Any,
+        model: GridModel,
+        condition: object,
         count: int,
         law: TokenLaw,
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
         known_tokens: Tensor | None = None,
         output_logprobs: bool = False,
-    ) -> Any:
+    ) -> SampleResult:
         """Let the sampler decode, beside a progress bar. Returns its result, with tokens [count, L] and the trace.
 
         Args:
@@ -199,12 +222,12 @@ class TokenImagePipeline(VisualPipeline):
         self.last_trace = result.trace
         return result
 
-    def make_output(self, images: Any, result: Any, return_dict: bool = True) -> Any:
+    def make_output(self, images: object, result: SampleResult, return_dict: bool = True) -> Any:
         """What a call returns: pictures, their tokens and the trace; a tuple of them without `return_dict`."""
-        made: Any = (images, result.tokens, result.trace)
+        made = images, result.tokens, result.trace
         return ImagePipelineOutput(*made) if return_dict else made
 
-    def _partial(self, result: Any, output_type: str) -> Any:
+    def _partial(self, result: SampleResult, output_type: str) -> Any:
         """What a stream shows of a decode that goes on: open tokens are grey."""
         from visual_spec.pipelines.streaming import with_grey
 
@@ -217,6 +240,6 @@ class TokenImagePipeline(VisualPipeline):
             made = shown(2 * pixels - 1, self.image_processor, output_type)
         return self.make_output(made, result)
 
-    def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _used(self, parts: Mapping[str, object]) -> tuple[object, ...]:
         """The models beside the transformer that decoding needs on the device throughout."""
         return (parts.get("drafter"),)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from visual_spec.models.next_token.llamagen import LlamaGenTransformer
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.models.text.caption_encoder import CaptionEncoder
+    from visual_spec.samplers.core.trace import SampleResult
 
 
 class VideoPipeline(ReadsText, TokenImagePipeline):
@@ -81,7 +82,7 @@ class VideoPipeline(ReadsText, TokenImagePipeline):
         """The most frames of a clip."""
         return self.transformer.grid.frames
 
-    def make_output(self, images: Any, result: Any, return_dict: bool = True) -> Any:
+    def make_output(self, images: object, result: SampleResult, return_dict: bool = True) -> Any:
         made = (images, result.tokens, result.trace, self.frame_rate)
         return VideoPipelineOutput(*made) if return_dict else made
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from PIL import Image
 from visual_spec.files.extras import extra
 from visual_spec.files.whole import write_atomically
 
+Frames = Sequence[Image.Image] | np.ndarray | torch.Tensor
+
 FORMATS = ("mp4", "gif", "png")
 _LEAST_SIDE = 256  # pixels; smaller clips are enlarged by a whole number, so that players show their pixels
 
 
-def pixels_of(clip: Any) -> np.ndarray:
+def pixels_of(clip: Frames) -> np.ndarray:
     """Return uint8 frames `[T, H, W, 3]` of PIL pictures, numpy `[T, H, W, 3]` or a tensor `[T, 3, H, W]` in [0, 1]."""
     if isinstance(clip, torch.Tensor):
         clip = clip.detach().cpu().float().permute(0, 2, 3, 1).numpy()
@@ -86,7 +89,7 @@ def write_video(
     return write_atomically(path, content, overwrite=overwrite)
 
 
-def _av() -> Any:
+def _av() -> ModuleType:
     with extra("video", "writing mp4 needs PyAV", ", or write gif or png, which need nothing."):
         import av  # pyright: ignore[reportMissingImports]
     return av

@@ -91,7 +91,7 @@ class StudentPipeline(TokenImagePipeline):
             parts: dict[str, Any] = {"codebook": self.decoder.codebook}
         return parts if self.teacher is None else parts | {"teacher": self.teacher}
 
-    def _used(self, parts: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _used(self, parts: Mapping[str, object]) -> tuple[object, ...]:
         return () if self._setting("teacher_from") is None else (self.teacher,)
 
 
