@@ -16,6 +16,7 @@ from transformers import (
     MusicgenForCausalLM,
     MusicgenForConditionalGeneration,
     MusicgenMelodyForConditionalGeneration,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     T5EncoderModel,
 )
@@ -27,18 +28,18 @@ from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.audio_files import prepare_clip
+from visual_spec.pipelines.audio_files import Waves, prepare_clip
 from visual_spec.pipelines.audio_stream import ClipWindow, WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.pipelines.steps import StepCallback, StepListener, check_each, planned_steps
+from visual_spec.pipelines.steps import Generators, StepCallback, StepListener, check_each, planned_steps
 from visual_spec.pipelines.texts import ReadsText, Texts, as_condition, check_words, tokenized
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.registry import MASKED
 
-AudioListener = Callable[[Any, int, Tensor], Any]
+AudioListener = Callable[[Any, int, Tensor], object]
 
 # Seconds of a window: no model is trained on an hour, and what a window needs is allocated at once.
 _LONGEST = 3600
@@ -129,7 +130,11 @@ class AudioPipeline(ReadsText):
 
     @classmethod
     def from_musicgen(
-        cls, model: Any, tokenizer: Any, sampler: SchedulerMixin | None = None, **settings: Any
+        cls,
+        model: MusicgenForConditionalGeneration | MusicgenMelodyForConditionalGeneration,
+        tokenizer: Any,
+        sampler: SchedulerMixin | None = None,
+        **settings: Any,
     ) -> Self:
         """A pipeline around a MusicGen of transformers, with the published guidance 3 and top-k 250.
 
@@ -151,7 +156,7 @@ class AudioPipeline(ReadsText):
     def from_audiocraft(
         cls,
         source: str | os.PathLike,
-        text_encoder: Any,
+        text_encoder: T5EncoderModel | str | os.PathLike,
         tokenizer: Any,
         *,
         codec: EncodecModel | None = None,
@@ -183,8 +188,8 @@ class AudioPipeline(ReadsText):
     def from_magnet(
         cls,
         source: str | os.PathLike,
-        text_encoder: Any,
-        tokenizer: Any,
+        text_encoder: T5EncoderModel,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         codec: EncodecModel | None = None,
         dtype: torch.dtype | None = torch.float32,
@@ -302,7 +307,7 @@ class AudioPipeline(ReadsText):
         pattern = CodebookPattern.named(self.config["pattern"], codebooks, **settings)
         return pattern if settings or self.config["pattern"] != "delay" else None
 
-    def _columns(self, model: Any, kept: int, new: int) -> MusicgenColumnModel:
+    def _columns(self, model: PreTrainedModel, kept: int, new: int) -> MusicgenColumnModel:
         """A MusicGen over a window of frames that are kept from before, and frames that are new."""
         pattern = self._pattern(MusicgenModules(model).num_codebooks)
         padding = self.config["padding"]
@@ -310,7 +315,6 @@ class AudioPipeline(ReadsText):
 
     def _window(self, kept: int, new: int) -> ClipWindow:
         """What decodes a window of frames that are kept from before, and frames that are new."""
-        model: Any
         if self._fills_in:
             padding, reach = self.config["padding"], self.config["reach"]
             model = MagnetModel(self._model, kept + new, padding=padding, reach=reach)
@@ -318,7 +322,7 @@ class AudioPipeline(ReadsText):
             model = self._columns(self._model, kept, new)
         return ClipWindow(kept, model, self.sampler_parts(kept, new))
 
-    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+    def _decoded(self) -> tuple[object, dict[str, Any]] | None:
         return None if self.transformer is None else self._window(0, self.max_frames)[1:]
 
     def sampler_parts(self, kept: int = 0, new: int | None = None) -> dict[str, Any]:
@@ -344,7 +348,7 @@ class AudioPipeline(ReadsText):
     def _needed(self) -> tuple[str, ...]:  # type: ignore[override]
         return "transformer", "sampler", *([] if self._codec is not None else ["codec"])
 
-    def _clip(self, audio: Any, rate: int | None, count: int) -> Tensor | None:
+    def _clip(self, audio: Waves | None, rate: int | None, count: int) -> Tensor | None:
         """The clip to go on from as [1 or count, C, N] at the codec's rate, or None; `count`: prompts."""
         if audio is not None:
             clip = prepare_clip(audio, rate, rate=self.sampling_rate, channels=self.channels)
@@ -408,7 +412,7 @@ class AudioPipeline(ReadsText):
         negative_prompt: str | list[str] | None = None,
         audio_length_in_s: float | None = None,
         extend_stride_in_s: float | None = None,
-        audio: Any = None,
+        audio: Waves | None = None,
         sampling_rate: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -496,7 +500,7 @@ class AudioPipeline(ReadsText):
             codes, trace = self.draw_codes(
                 plan, condition, known, law, generator, listener, stream, output_logprobs
             )
-            waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
+            waves = codes if output_type == "latent" or stream is None else stream.waves()
         made: Any = (waves.numpy() if output_type == "np" else waves, self.sampling_rate, codes, trace)
         return AudioPipelineOutput(*made) if return_dict else made
 
@@ -506,7 +510,7 @@ class AudioPipeline(ReadsText):
         condition: MusicCondition,
         known: Tensor,
         law: TokenLaw,
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
         stream: WaveStream | None = None,
         output_logprobs: bool = False,
@@ -570,7 +574,7 @@ def _published(own: Any, duration: float) -> dict[str, Any]:
     }
 
 
-def _check_melody(features: Tensor, model: Any, count: int) -> None:
+def _check_melody(features: Tensor, model: PreTrainedModel, count: int) -> None:
     """Refuse the chroma of tunes that the model does not follow, or of another number than `count` prompts."""
     chroma = getattr(model.config, "num_chroma", None)
     if chroma is None:

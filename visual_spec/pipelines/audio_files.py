@@ -5,8 +5,8 @@ import math
 import os
 import warnings
 import wave as wave_files
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ from visual_spec.files.extras import extra
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.settings import whole
 
+Waves = np.ndarray | Tensor | Sequence[float]
 FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
 _CROSSINGS = 6  # zero crossings of the resampling kernel a side
 _MOST_RATE = 1000  # of two rates without a common factor for which torchaudio's kernel is small
 
 
-def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
+def audio_bytes(audio: Waves, sampling_rate: int, kind: str = "wav") -> bytes:
     """The content of a sound file.
 
     Args:
@@ -60,7 +61,9 @@ def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
     return buffer.getvalue()
 
 
-def write_audio(path: str | os.PathLike, audio: Any, sampling_rate: int, *, overwrite: bool = False) -> Path:
+def write_audio(
+    path: str | os.PathLike, audio: Waves, sampling_rate: int, *, overwrite: bool = False
+) -> Path:
     """Write a clip to a file of the kind that its name ends with; whole or not at all. Arguments as `audio_bytes`.
 
     Raises:
@@ -72,7 +75,7 @@ def write_audio(path: str | os.PathLike, audio: Any, sampling_rate: int, *, over
     return write_atomically(path, content, overwrite=overwrite)
 
 
-def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: int) -> Tensor:
+def prepare_clip(audio: Waves, sampling_rate: int | None, *, rate: int, channels: int) -> Tensor:
     """A clip as float waves [B or 1, C, N] at the rate, and with the channels, of a codec.
 
     What has to be changed for it is said in a warning: another rate, stereo that becomes mono (the mean) and mono that

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import EncodecModel
 
 from visual_spec.models.columns.encodec import StreamingDecoder
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
@@ -33,11 +34,11 @@ class WaveStream:
 
     def __init__(
         self,
-        codec: Any,
+        codec: EncodecModel,
         channels: int,
         total: int,
         stretch: int,
-        listener: Callable[[int, Tensor], Any] | None = None,
+        listener: Callable[[int, Tensor], object] | None = None,
     ) -> None:
         self.decoder = StreamingDecoder(codec, channels)
         self.total, self.stretch, self.listener = total, stretch, listener
@@ -105,7 +106,7 @@ class WatchedModel(MusicgenColumnModel):
         self.fed.scatter_(1, steps[..., None].expand_as(tokens), tokens)
         return super().__call__(state, tokens, steps)
 
-    def codes_fed(self, condition: Any) -> Tensor:
+    def codes_fed(self, condition: MusicCondition) -> Tensor:
         """Codes [B, K, T]; codes of frames that are not known yet mean nothing."""
         return self.codes(self.fed[:, : self.grid.width], condition)
 
@@ -196,7 +197,7 @@ def decode_windows(
     *,
     progress_bar: Callable[..., Any],
     stream: WaveStream | None,
-    listener: Callable[[int, Tensor], Any],
+    listener: Callable[[int, Tensor], object],
     **settings: Any,
 ) -> tuple[Tensor, DecodeTrace]:
     """Decode a clip window by window: what is kept of the codes so far is the prompt of the next ones.
@@ -225,7 +226,7 @@ def decode_windows(
             known = replace(condition, codes=codes[..., before:])
             watched = None
             if isinstance(model, MagnetModel):
-                call: Any = (model, condition)
+                call = (model, condition)
                 parts = parts | {"known_tokens": model.known_tokens(codes[..., before:])}
             else:
                 watched = None if stream is None or stream.listener is None else WatchedModel(model)
@@ -270,7 +271,7 @@ def _advance(
     watched: WatchedModel | None,
     known: MusicCondition,
     before: int,
-) -> Callable[[int, Tensor], Any]:
+) -> Callable[[int, Tensor], object]:
     """The sampler's callback in a window after `earlier` ones: shows progress, and streams what is committed.
 
     Args:
@@ -280,7 +281,7 @@ def _advance(
     calls = sum(int(trace.target_calls.max()) for trace in earlier)
     columns = sum(trace.commit_call.shape[1] for trace in earlier)
 
-    def advance(call: int, lengths: Tensor) -> Any:
+    def advance(call: int, lengths: Tensor) -> object:
         answer = progress(calls + call, columns + lengths)
         if stream is not None and watched is not None:
             heard = before + frames_known(watched, int(lengths.min()) - 1)  # the newest step may not be fed

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
@@ -37,12 +38,13 @@ from visual_spec.models.masked.maskgct_checkpoint import (
     load_semantic_network,
 )
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
-from visual_spec.pipelines.audio_files import prepare_clip, write_audio
+from visual_spec.pipelines.audio_files import Waves, prepare_clip, write_audio
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.components import registers
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.steps import (
     DecodeProgress,
+    Generators,
     StepCallback,
     StepListener,
     check_each,
@@ -52,9 +54,11 @@ from visual_spec.pipelines.steps import (
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.checks import check_logprobs
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import DecodeTrace
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.masked.presets import PRESETS
 from visual_spec.samplers.registry import check_sampler
+
+Phones = Tensor | np.ndarray | Sequence[int] | Sequence[Tensor | np.ndarray | Sequence[int]]
 
 _LISTENER_RATE = 16_000  # Hz, of the speech model
 _OFFICIAL = {  # the files of the networks and codecs, by the kinds of `maskgct_checkpoint`
@@ -122,12 +126,12 @@ class MaskgctPipeline(VisualPipeline):
     _each = "samples"
     _needed = ()
 
-    semantic: Any
-    acoustic_first: Any
-    acoustic_rest: Any
-    codec: Any
+    semantic: SemanticNetwork
+    acoustic_first: AcousticNetwork
+    acoustic_rest: AcousticNetwork
+    codec: AcousticCodec
     acoustic_sampler: Any
-    speech_encoder: Any
+    speech_encoder: Wav2Vec2BertModel | None
     semantic_codec: Any
 
     @registers
@@ -208,7 +212,7 @@ class MaskgctPipeline(VisualPipeline):
 
     # -- input ---------------------------------------------------------------------------------------------------------
 
-    def phone_ids(self, phones: Any) -> list[Tensor]:
+    def phone_ids(self, phones: object) -> list[Tensor]:
         """Return phone ids, long [P] of each sample.
 
         Raises:
@@ -237,7 +241,7 @@ class MaskgctPipeline(VisualPipeline):
         return phone_ids
 
     @torch.no_grad()
-    def encode_clip(self, audio: Any, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
+    def encode_clip(self, audio: Waves, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
         """Return the semantic codes, long [Q], and the acoustic ones, long [P, K], of a clip.
 
         Args:
@@ -270,7 +274,12 @@ class MaskgctPipeline(VisualPipeline):
         return semantic, self.codec.encode(waves.to(device))[0].transpose(0, 1)
 
     def _prompts(
-        self, count: int, audio: Any, sampling_rate: int | None, prompt_semantic: Any, prompt_acoustic: Any
+        self,
+        count: int,
+        audio: Waves | list[Waves] | None,
+        sampling_rate: int | None,
+        prompt_semantic: Tensor | list[Tensor] | None,
+        prompt_acoustic: Tensor | list[Tensor] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Codes of the prompts, one a sample."""
         if (audio is None) == (prompt_semantic is None) or (prompt_semantic is None) != (
@@ -336,7 +345,7 @@ class MaskgctPipeline(VisualPipeline):
                 )
         return counts
 
-    def check_call(self, phones: Any = None, *args: Any, **kwargs: Any) -> None:
+    def check_call(self, phones: object = None, *args: Any, **kwargs: Any) -> None:
         self.phone_ids(phones)  # first of all: a command passes text
         super().check_call(phones, *args, **kwargs)
 
@@ -345,13 +354,13 @@ class MaskgctPipeline(VisualPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        phones: Any,
-        prompt_phones: Any,
+        phones: Phones,
+        prompt_phones: Phones,
         *,
-        prompt_audio: Any = None,
+        prompt_audio: Waves | list[Waves] | None = None,
         sampling_rate: int | None = None,
-        prompt_semantic: Any = None,
-        prompt_acoustic: Any = None,
+        prompt_semantic: Tensor | list[Tensor] | None = None,
+        prompt_acoustic: Tensor | list[Tensor] | None = None,
         audio_length_in_s: float | Sequence[float] | None = None,
         guidance_scale: float | None = None,
         guidance_rescale: float = 0.75,
@@ -434,7 +443,7 @@ class MaskgctPipeline(VisualPipeline):
         condition: SemanticCondition,
         heard: list[Tensor],
         laws: tuple[TokenLaw, TokenLaw],
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
         output_logprobs: bool = False,
     ) -> tuple[DecodeTrace, Tensor, Tensor, list[int], DecodeTrace | None]:
@@ -479,7 +488,7 @@ class MaskgctPipeline(VisualPipeline):
     def _acoustic_decoder(self, num_frames: int) -> AcousticDecoder:
         return AcousticDecoder(self.acoustic_first, self.acoustic_rest, num_frames)
 
-    def _waves(self, codes: Tensor, frames: list[int], output_type: str) -> Any:
+    def _waves(self, codes: Tensor, frames: list[int], output_type: str) -> Tensor | np.ndarray:
         """Waves [B, 1, N] of codes [B, K, T], of each sample its `frames`."""
         waves = [
             self.codec.decode(row[None, :, :length])[0, 0].float().cpu() if length else torch.zeros(0)
@@ -494,16 +503,16 @@ class MaskgctPipeline(VisualPipeline):
         decoder: SemanticDecoder | AcousticDecoder,
         law: TokenLaw,
         condition: SemanticCondition | AcousticCondition,
-        generator: Any,
+        generator: Generators,
         listener: StepListener,
         first: int,
         output_logprobs: bool,
-    ) -> Any:
+    ) -> SampleResult:
         """Run one stage, whose calls count on from `first`."""
         frames, count = decoder.grid.width, len(condition.prompts)
         known = decoder.known_tokens(condition.lengths, self._execution_device)
 
-        def listen(step: int, lengths: Tensor) -> Any:
+        def listen(step: int, lengths: Tensor) -> str | Tensor | None:
             return listener.of_tokens(first + step, lengths)
 
         with self.progress_bar(total=count * frames) as bar:  # type: ignore[call-arg]
