@@ -5,11 +5,14 @@ Which files there are, how they are recognised and loaded, stands in the table o
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from transformers import AutoTokenizer
 
 from visual_spec.families import FAMILIES, all_families, all_pipelines
@@ -88,7 +91,7 @@ def convert(
     return _written(made, out)
 
 
-def _named(path: str) -> Any:
+def _named(path: str) -> Callable[..., Any]:
     """The function that a `FileLayout` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"visual_spec.{module}"), name)
@@ -146,10 +149,10 @@ def _name(kind: OfficialFile, source: File) -> str:
 def _assemble(
     family: Family,
     sources: Sequence[File],
-    text_encoder: Any,
+    text_encoder: str | os.PathLike | None,
     image_size: int | None,
     dtype: torch.dtype | None,
-) -> tuple[Any, dict[str, str]]:
+) -> tuple[DiffusionPipeline | ModelMixin, dict[str, str]]:
     """The pipeline or model of a family's files, and what each of them is."""
     own: Any = family.layout
     parts = _parts(family, sources)
@@ -218,7 +221,7 @@ def _parts(family: Family, sources: Sequence[File]) -> dict[str, tuple[OfficialF
     return {role: several[0] for role, several in by_role.items()}
 
 
-def _alone(kind: OfficialFile, source: File, image_size: int | None, dtype: torch.dtype | None) -> Any:
+def _alone(kind: OfficialFile, source: File, image_size: int | None, dtype: torch.dtype | None) -> ModelMixin:
     """The model of one file."""
     sized = kind.function(kind.sizes)(image_size, _path(source)) if kind.sizes else image_size
     options = {kind.size: sized} if kind.size and sized is not None else {}
@@ -229,7 +232,7 @@ def _count(source: File) -> int:
     return 0 if isinstance(source, Path) else sum(tensor.numel() for tensor in source.weights.values())
 
 
-def _written(made: tuple[Any, dict[str, str]], out: Path) -> dict[str, Any]:
+def _written(made: tuple[DiffusionPipeline | ModelMixin, dict[str, str]], out: Path) -> dict[str, Any]:
     model, names = made
     write_folder(model.save_pretrained, out)
     components = getattr(model, "components", {"model": model})
@@ -242,8 +245,8 @@ def _written(made: tuple[Any, dict[str, str]], out: Path) -> dict[str, Any]:
 
 
 def _assemble_musicgen(
-    folder: Path, text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> tuple[Any, dict[str, str]]:
+    folder: Path, text_encoder: str | os.PathLike | None, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[DiffusionPipeline, dict[str, str]]:
     """The pipeline of an exported MusicGen, and what the folder is."""
     kind = kind_of(folder)
     if kind != "MusicGen":
@@ -268,7 +271,9 @@ def is_of_wan(source: Path | Checkpoint) -> bool:
     return isinstance(source, Checkpoint) and (is_wan(source) or is_lora(source))
 
 
-def assemble_wan(sources: Sequence[File], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
+def assemble_wan(
+    sources: Sequence[File], dtype: torch.dtype | None
+) -> tuple[WanTransformer3DModel, dict[str, str]]:
     """The transformer of Self-Forcing's file, for diffusers, and what the files are."""
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     changes = [checkpoint for checkpoint in checkpoints if not is_wan(checkpoint)]
@@ -285,7 +290,9 @@ def is_of_bitdance(source: Path | Checkpoint) -> bool:
     return isinstance(source, Path) and (source / "vision_head_config.json").is_file()
 
 
-def assemble_bitdance(sources: Sequence[File], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
+def assemble_bitdance(
+    sources: Sequence[File], dtype: torch.dtype | None
+) -> tuple[DiffusionPipeline, dict[str, str]]:
     """The pipeline of an official folder of BitDance of texts, and what it is."""
     first = sources[0]
     if len(sources) > 1 or not isinstance(first, Path):

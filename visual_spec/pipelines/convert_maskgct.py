@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 
 from visual_spec.models.core.checkpoints import Checkpoint
 from visual_spec.models.masked.maskgct_checkpoint import kind_of
@@ -24,7 +24,9 @@ def is_of_maskgct(source: Path | Checkpoint) -> bool:
     return isinstance(source, Checkpoint) and kind_of(source) is not None
 
 
-def assemble(sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
+def assemble(
+    sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None
+) -> tuple[MaskgctPipeline | ModelMixin, dict[str, str]]:
     """The pipeline or model of the files, and what each of them is.
 
     Raises:

@@ -107,11 +107,13 @@ class DimooImagePipeline(MaskedImagePipeline):
             )
         model, reader = load_dimoo(home, dtype=dtype)
         check_folder(home / "vqvae", AmusedVQModel)
-        vq_model: Any = AmusedVQModel.from_pretrained(home, subfolder="vqvae")
+        vq_model = AmusedVQModel.from_pretrained(home, subfolder="vqvae")
         return cls(model, vq_model.eval(), reader, sampler or PRESETS["dimoo"].sampler())
 
 
-def assemble(sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None) -> tuple[Any, dict[str, str]]:
+def assemble(
+    sources: Sequence[Path | Checkpoint], dtype: torch.dtype | None
+) -> tuple[DimooImagePipeline, dict[str, str]]:
     """The pipeline of an official folder, for `visual-spec convert`, and what the folder is.
 
     Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from visual_spec.pipelines.accelerate.images import ImageAdapter, generate_image
 from visual_spec.pipelines.accelerate.music import MusicAdapter, generate_audio
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.sampler_text import make_sampler, read_sampler
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
 
 # What transformers prepares for its own loops and ours do not read: they have a cache, positions and a length of their
 # own.
@@ -50,18 +53,18 @@ _RULES = (
 
 
 def custom_generate(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor | None = None,
     *,
     window: int | str | None = None,
-    sampler: Any = None,
+    sampler: object = None,
     image_guidance_scale: float | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
-    drafter: Any = None,
+    drafter: object = None,
     layout: str | None = None,
-    image_sizes: Any = None,
-    codes: Any = None,
+    image_sizes: object = None,
+    codes: object = None,
     end: int | None = None,
     output_logprobs: bool | None = None,
     **given: Any,
@@ -108,11 +111,11 @@ def custom_generate(
 
 def generate(
     inputs: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     *,
-    model: Any,
+    model: PreTrainedModel,
     window: int | str | None = None,
-    sampler: Any = None,
+    sampler: object = None,
     image_guidance_scale: float | None = None,
     **given: Any,
 ) -> Any:
@@ -141,7 +144,7 @@ def generate(
     return decode(model, generation_config=generation_config, sampler=chosen, **given)
 
 
-def _decoder(model: Any) -> tuple[Adapter, Callable[..., Any], str]:
+def _decoder(model: object) -> tuple[Adapter, Callable[..., Any], str]:
     """The adapter that decodes with a model, its function, and its sampler that has a window."""
     decoders = (
         (MusicAdapter(), generate_audio, "column-jacobi"),
@@ -177,7 +180,7 @@ def save_custom_generate(folder: str | os.PathLike) -> Path:
     return Path(folder)
 
 
-def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) -> Any:
+def _sampler(window: int | str | None, sampler: object, usual: str, windowed: str) -> object:
     if window is not None and sampler is not None:
         raise ValueError(f"window={window!r} and sampler={sampler!r} given; pass one of them.")
     if window is not None:
@@ -186,7 +189,7 @@ def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) 
     return read_sampler(chosen) if isinstance(chosen, str) else chosen
 
 
-def _negative_prompt(processors: Sequence[Any], rows: int) -> dict[str, Any]:
+def _negative_prompt(processors: Sequence[object], rows: int) -> dict[str, Any]:
     """The prompts that guidance leads away from: `generate` hands them to its own processor only."""
     for part in processors:
         context = getattr(part, "unconditional_context", None)
@@ -201,7 +204,7 @@ def _negative_prompt(processors: Sequence[Any], rows: int) -> dict[str, Any]:
     return {}
 
 
-def _check_processors(processors: Sequence[Any]) -> None:
+def _check_processors(processors: Sequence[object]) -> None:
     """Refuse logits processors that are not of the generation config."""
     strange = [type(part).__name__ for part in processors if type(part).__name__ not in _KNOWN]
     if strange:

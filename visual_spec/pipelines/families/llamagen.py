@@ -4,16 +4,19 @@ import os
 from typing import Any
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 
 from visual_spec.families import all_families
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.core.protocol import ANY_ORDER, RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, load_tokenizer, official_defaults
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.sampler_text import read_sampler
+from visual_spec.samplers.core.base import Sampler
 
 
-def own_sampler(model: Any) -> Any:
+def own_sampler(model: ModelMixin) -> Sampler:
     """Return the sampler of a model that none is chosen for: its public code's, or the law of its own order."""
     if hasattr(model, "official_sampler"):
         return read_sampler(model.official_sampler)
@@ -23,7 +26,7 @@ def own_sampler(model: Any) -> Any:
 
 def load_official(
     transformer: Source, vq_model: Source, *, image_size: int | None, dtype: torch.dtype | None, text: bool
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[Any, VQModel, dict[str, Any]]:
     """Transformer, tokenizer and the pipeline's defaults, of LlamaGen's files or those of a family that shares them.
 
     Args:
