@@ -15,9 +15,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.commands.options import MACHINE, Parser, add, at_least, is_quiet
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.pipelines.output import ImagePipelineOutput
 
 _PAUSE = 0.1  # seconds from one change of the page to the next
 _SIDE = 512  # pixels of the pictures, if they are smaller, and of the map
@@ -33,10 +39,12 @@ _PROMPTS = (
 )
 _MOST_LETTERS = 2000  # of a prompt
 
-Shown = tuple[Any, Any, Any, str]  # plain, accelerated, map, words
+Shown = tuple["Image | None", "Image | None", "Image | None", str]  # plain, accelerated, map, words
 
 
-def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed: float) -> Iterator[Shown]:
+def draw(
+    load: Callable[[str], VisualPipeline], model: str, prompt: str, sampler: str, seed: float
+) -> Iterator[Shown]:
     """Draw one picture twice, plainly and by a sampler, and show both as they grow.
 
     Args:
@@ -86,13 +94,13 @@ def draw(load: Callable[[str], Any], model: str, prompt: str, sampler: str, seed
     yield *_pictures(here), drawn_map, _words(here, unknown, timed=True)
 
 
-def _pictures(here: list[Any]) -> tuple[Any, Any]:
+def _pictures(here: list[Any]) -> tuple[Image | None, Image | None]:
     """Return both pictures; small ones are enlarged pixel by pixel."""
     fast, plain = (None if one is None else _enlarged(one.images[0]) for one in here)
     return plain, fast
 
 
-def _enlarged(picture: Any) -> Any:
+def _enlarged(picture: Image) -> Image:
     times = max(1, _SIDE // max(picture.size))
     return picture.resize((picture.width * times, picture.height * times), 0)  # 0: the nearest pixel
 
@@ -119,13 +127,13 @@ def _words(here: list[Any], unknown: Sequence[str], *, timed: bool = False) -> s
     return "\n".join(lines)
 
 
-def unknown_words(pipe: Any, prompt: str) -> list[str]:
+def unknown_words(pipe: VisualPipeline, prompt: str) -> list[str]:
     """The words of a prompt that the text encoder of a pipeline does not know; none where it does not say."""
     find = getattr(getattr(pipe, "text_encoder", None), "unknown_words", None)
     return find([prompt]) if find else []
 
 
-def known_words(pipe: Any) -> tuple[list[str], str]:
+def known_words(pipe: VisualPipeline) -> tuple[list[str], str]:
     """Examples of prompts for a pipeline, and a line on what it knows; both empty where that is not told."""
     labels = [str(label) for label in pipe.config.get("id2label") or ()]
     if labels:
@@ -136,7 +144,7 @@ def known_words(pipe: Any) -> tuple[list[str], str]:
     return examples, "**Words**: " + ", ".join(vocabulary) if vocabulary else ""
 
 
-def fitting_samplers(pipe: Any) -> list[str]:
+def fitting_samplers(pipe: VisualPipeline) -> list[str]:
     """The names of the samplers that a pipeline can decode with, its fast one first."""
     from visual_spec.pipelines.accelerate import refusals
 
@@ -144,7 +152,7 @@ def fitting_samplers(pipe: Any) -> list[str]:
     return list(dict.fromkeys([pipe.fast_sampler, *fitting]))
 
 
-def _map(pipe: Any, output: Any) -> Any:
+def _map(pipe: VisualPipeline, output: ImagePipelineOutput) -> Image | None:
     """Which token cost a call; None where calls draw maps, not tokens."""
     from visual_spec.eval.report.maps import acceptance_map
 

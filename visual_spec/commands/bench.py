@@ -18,10 +18,14 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from visual_spec.commands.options import LAW, MACHINE, add, command, progress
 from visual_spec.files.documents import json_text, write_json
+
+if TYPE_CHECKING:
+    from visual_spec.eval.defaults import ModelSettings
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return measured(args, _of_model)
 
 
-def _of_model(args: argparse.Namespace) -> tuple[str, Any, Any]:
+def _of_model(args: argparse.Namespace) -> tuple[str, ModuleType, ModelSettings]:
     """What a call of the model commits, the module that times it, and what is known of the model."""
     from visual_spec.eval.defaults import settings_of_model
 
@@ -75,7 +79,9 @@ def _of_model(args: argparse.Namespace) -> tuple[str, Any, Any]:
     return unit, importlib.import_module(f"{_RUNS}.{_HOME[unit]}"), known
 
 
-def measured(args: argparse.Namespace, find: Callable[[argparse.Namespace], tuple[str, Any, Any]]) -> int:
+def measured(
+    args: argparse.Namespace, find: Callable[[argparse.Namespace], tuple[str, ModuleType, ModelSettings]]
+) -> int:
     """Time by what `find` finds, see `_of_model`; print and write what was measured."""
     _check_numbers(args)
     from visual_spec.files.whole import ready_folder, refuse_existing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from visual_spec import families
 from visual_spec.commands.options import WEIGHTS, add, at_least
@@ -31,7 +30,7 @@ _OPTIONS = dict(
 # fmt: on
 
 
-def add_convert(commands: Any) -> None:
+def add_convert(commands: argparse._SubParsersAction) -> None:
     official = ", ".join(family.name for family in families.all_families() if family.layout)
     convert = commands.add_parser(
         "convert",

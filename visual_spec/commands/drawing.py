@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visual_spec import records
 from visual_spec.commands.options import check_taken, is_quiet, logger
@@ -23,6 +23,13 @@ from visual_spec.files.whole import ready_folder, refuse_existing, write_atomica
 from visual_spec.models.core.settings import LAW_SETTINGS
 from visual_spec.records import MediumWords
 from visual_spec.samplers.registry import CHUNKS, MASKED, fitting
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from visual_spec.pipelines.audio_files import Waves
+    from visual_spec.pipelines.video_files import Frames
+    from visual_spec.samplers.core.base import Sampler
 
 _PICTURES = ("control", "image", "mask")
 _INPUTS = (*_PICTURES, "control_strength", "strength", "negative_prompt", "policy")
@@ -142,7 +149,7 @@ class _Generation:
     inputs: dict[str, Any]
     document: dict[str, Any]
 
-    def decode(self, sampler: Any) -> int:
+    def decode(self, sampler: Sampler) -> int:
         """Decode in batches, write every sample as soon as it is there, and print a table."""
         import torch
 
@@ -188,7 +195,7 @@ class _Generation:
         print(plain_table(["file", "seed", "calls", f"{unit}s/call", "seconds (batch)", "output"], lines))
         return 0
 
-    def compare(self, sampler: Any, reports: list[Path]) -> int:
+    def compare(self, sampler: Sampler, reports: list[Path]) -> int:
         """Decode everything plainly too, write every sample as soon as it is there, then the reports; print a table."""
         from visual_spec.eval.report.comparison import compare
         from visual_spec.eval.report.pages import contact_sheet, write_html
@@ -405,7 +412,7 @@ def _inputs(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
     return inputs
 
 
-def _check(args: argparse.Namespace, pipe: Any, sampler: Any, inputs: dict[str, Any]) -> None:
+def _check(args: argparse.Namespace, pipe: Any, sampler: Sampler, inputs: dict[str, Any]) -> None:
     """Refuse, before any work, what the pipeline has no use of."""
     if args.compare and not pipe.comparable:
         raise ValueError(
@@ -434,19 +441,19 @@ def _slug(prompt: str, otherwise: str) -> str:
 # -- files of each medium ----------------------------------------------------------------------------------------------
 
 
-def _picture(picture: Any, rate: Any, kind: str) -> bytes:
+def _picture(picture: Image.Image, rate: object, kind: str) -> bytes:
     from visual_spec.files.pictures import png_bytes
 
     return png_bytes(picture)
 
 
-def _sound(waves: Any, rate: Any, kind: str) -> bytes:
+def _sound(waves: Waves, rate: float, kind: str) -> bytes:
     from visual_spec.pipelines.audio_files import audio_bytes
 
     return audio_bytes(waves, int(rate), kind)
 
 
-def _clip(frames: Any, rate: Any, kind: str) -> bytes:
+def _clip(frames: Frames, rate: float, kind: str) -> bytes:
     from visual_spec.pipelines.video_files import pixels_of, video_bytes
 
     return video_bytes(pixels_of(frames), rate, kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from visual_spec.commands.options import WEIGHTS, add, at_least
 from visual_spec.models.core.settings import LAW_SETTINGS
@@ -21,7 +20,7 @@ them. `visual-spec models NAME` says which samplers fit a model, and the setting
 """
 # fmt: off
 # Short flags of `generate`: medium and model, or the setting of the sampler that they stand for; name of a value; help.
-_ALIASES: tuple[tuple[str, Any, str | None, str], ...] = (
+_ALIASES: tuple[tuple[str, str | tuple[str, str], str | None, str], ...] = (
     ("--music", ("audio", "tunes"), None, "short for --model tunes, unless a model is named"),
     ("--video", ("video", "motion"), None, "short for --model motion, unless a model is named"),
     ("--window", "window", "W", "slots that one target call scores; short for --sampler :window=W, as the next ones"),
@@ -71,7 +70,7 @@ _SAMPLER = dict(
 # fmt: on
 
 
-def add_generate(commands: Any) -> None:
+def add_generate(commands: argparse._SubParsersAction) -> None:
     generate = commands.add_parser(
         "generate", help="draw pictures or clips, or play music, from prompts", description=_DESCRIPTION
     )

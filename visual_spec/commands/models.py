@@ -25,7 +25,7 @@ _DESCRIPTION = """List the models, what fits what, and how much memory it needs.
 """
 
 
-def add_models(commands: Any) -> None:
+def add_models(commands: argparse._SubParsersAction) -> None:
     """Add the command to a parser's commands."""
     models = commands.add_parser(
         "models", help="list models, samplers, what was verified, and memory", description=_DESCRIPTION

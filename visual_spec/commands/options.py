@@ -118,7 +118,7 @@ def is_quiet() -> bool:
     return logger.getEffectiveLevel() > logging.WARNING
 
 
-def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """What `warnings.showwarning` is while a command runs."""
     logger.warning("visual-spec: warning: %s", message)
 
@@ -175,13 +175,13 @@ MACHINE = ("device", "dtype", "threads")
 SHARE = ("rank", "shards")
 
 
-def add(parser: Any, *names: str, **others: dict[str, Any]) -> None:
+def add(parser: argparse._ActionsContainer, *names: str, **others: dict[str, Any]) -> None:
     """Add options of `OPTIONS`, and others by what `add_argument` takes, to a parser or a group of it."""
     for name, option in ({name: OPTIONS[name] for name in names} | others).items():
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
 
 
-def check_taken(pipe: Any, model: str, names: Iterable[str]) -> None:
+def check_taken(pipe: object, model: str, names: Iterable[str]) -> None:
     """Refuse, by ValueError, options that the pipeline does not take; `names` are of a call."""
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in names:

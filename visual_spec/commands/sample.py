@@ -20,6 +20,7 @@ from visual_spec.files.documents import json_text
 
 if TYPE_CHECKING:
     from visual_spec.eval.quality.sample_set import SampleSet
+    from visual_spec.pipelines.base import VisualPipeline
 
 
 # fmt: off
@@ -88,7 +89,7 @@ def sample_set(args: argparse.Namespace, *, drawn_here: bool = True) -> SampleSe
     prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)
     known = settings_of_model(args.model)
     setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
-    pipe: Any = known.facts
+    pipe = known.facts
     if drawn_here:
         pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
         if args.negative_prompt is not None:
@@ -126,7 +127,7 @@ def _by_ray(args: argparse.Namespace) -> dict[str, Any] | None:
     return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=progress)
 
 
-def class_names(pipe: Any) -> list[str] | None:
+def class_names(pipe: VisualPipeline) -> list[str] | None:
     """Return what the classes of a pipeline are called, or their numbers; None where it draws none."""
     count = getattr(pipe, "num_classes", None)
     if count is None:

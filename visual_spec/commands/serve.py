@@ -16,6 +16,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from visual_spec.commands.options import Parser, add, is_quiet, logger
@@ -157,7 +158,7 @@ def _painter(args: argparse.Namespace) -> Any:
     return painter.VllmPainter(pipe, args.model, window=args.window, pictures=args.pictures, dtype=args.dtype)
 
 
-def _required(name: str) -> Any:
+def _required(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
