@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from transformers import EncodecModel
+
     from visual_spec.eval.pair import Pipeline
 
 _STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does by default
@@ -102,7 +104,7 @@ def codes_of(pipe: Pipeline, clips: np.ndarray) -> Tensor:
     return encode_waves(codec_of(pipe), waves.contiguous())
 
 
-def codec_of(pipe: Pipeline) -> nn.Module:
+def codec_of(pipe: Pipeline) -> EncodecModel:
     """The codec of a music pipeline, which may be a part of its transformer."""
     return pipe.transformer.audio_encoder if pipe.codec is None else pipe.codec
 

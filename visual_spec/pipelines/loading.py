@@ -149,7 +149,7 @@ _REFINER_FACTS = ("refiner_budget", "refiner_guidance_scale", "refiner_first_sca
 
 
 @contextmanager
-def refined(pipe: VisualPipeline, name: str | None) -> Iterator[None]:
+def refined(pipe: Any, name: str | None) -> Iterator[None]:
     """Within, the refiner of this name or folder draws, any scale and with the guidance of the others.
 
     Afterwards, and with no name, the pipeline has its own.
