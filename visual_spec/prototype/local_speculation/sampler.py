@@ -209,7 +209,7 @@ class MultiscaleSampler(Sampler[NextTokenModel, LocalSpeculationState]):
 
 def _draw_small_picture(
     model: NextTokenModel,
-    condition: Any,
+    condition: object,
     batch_size: int,
     law: TokenLaw,
     noise: CounterNoise,

@@ -121,7 +121,7 @@ class LlamaGenStudent(SavedModel):
         self.check_condition(condition, batch_size)
         return self._begin(condition)
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse a condition that does not fit this model; errors as in `check_labels` and `check_captions`."""
         self.cls_embedding.check(condition, batch_size)
 

@@ -102,7 +102,7 @@ class VARStudent(SavedModel):
         self.head = nn.Linear(dim, vocab_size)
         self.final_layer_conti = ContinuousHead(dim, token_dim)
 
-    def check_condition(self, condition: Any, batch_size: int) -> None:
+    def check_condition(self, condition: object, batch_size: int) -> None:
         """Refuse a condition that does not fit this model; errors as in `check_labels`."""
         check_labels(condition, batch_size, self.config["num_classes"])
 

@@ -36,7 +36,7 @@ def starts_unguided(model: AnyContinuousModel) -> bool:
 
 def begin(
     model: AnyContinuousModel,
-    condition: Any,
+    condition: object,
     *,
     batch_size: int,
     guided: bool,

@@ -270,7 +270,7 @@ class Sampler(SchedulerMixin, ConfigMixin, Generic[ModelT, StateT]):
     def begin(
         self,
         model: ModelT,
-        condition: Any,
+        condition: object,
         law: TokenLaw,
         keys: Tensor,
         watch: Stopwatch | None = None,
@@ -338,7 +338,7 @@ class Sampler(SchedulerMixin, ConfigMixin, Generic[ModelT, StateT]):
     def __call__(
         self,
         model: ModelT,
-        condition: Any,
+        condition: object,
         *,
         law: TokenLaw,
         generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,

@@ -89,7 +89,7 @@ _RECORDINGS: WeakKeyDictionary[object, dict[Any, Recording]] = WeakKeyDictionary
 def begin_recorded(
     sampler: Any,
     model: Any,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     keys: Tensor,
     watch: Stopwatch,
@@ -167,7 +167,7 @@ def can_record(state: object) -> bool:
 
 def prefilled(
     model: PromptModel,
-    condition: Any,
+    condition: object,
     key: Hashable,
     *,
     batch_size: int,

@@ -220,7 +220,7 @@ class PrefixModel:
         self.ids_of: Tensor | None = getattr(model, "ids_of", None)
         self.guidance = replace(law, history=(), end=None).numbers(True, model.vocab_size)
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> PrefixState:
+    def prefill(self, condition: object, *, batch_size: int, guided: bool, window: int) -> PrefixState:
         """Run the prompt, with unconditional rows where the law is guided; `guided` is false."""
         inner = self.wrapped.prefill(condition, batch_size=batch_size, guided=self.law.guided, window=window)
         check_guided(inner, self.law.guided)

@@ -77,7 +77,7 @@ class MaskedOrderModel(nn.Module):
         self.grid = TokenGrid(1, model.grid.num_tokens)
         self.vocab_size = model.vocab_size
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> MaskedOrderState:
+    def prefill(self, condition: object, *, batch_size: int, guided: bool, window: int) -> MaskedOrderState:
         """Score everything from nothing: one call with all tokens hidden."""
         inner = check_guided(self.model.prepare(condition, batch_size=batch_size, guided=guided), guided)
         order = self.order.to(inner.device)

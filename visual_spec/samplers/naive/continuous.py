@@ -81,7 +81,7 @@ class Chain:
 def continuous_speculative(
     model: CausalContinuousModel,
     drafter: CausalContinuousModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     num_drafts: int = 4,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from visual_spec.samplers.naive.next_token import slots_from
 
 def maskgit(
     model: MaskedModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     steps: int = 8,
@@ -55,7 +54,7 @@ def maskgit(
 
 def magnet(
     model: MaskedModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     steps: Sequence[int] = (20, 10, 10, 10),
@@ -101,7 +100,7 @@ def collaborative(
     large: ScaleModel,
     small: ScaleModel,
     tokenizer: ScaleTokenizer,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     num_draft_scales: int,

@@ -30,7 +30,7 @@ def slots_from(first: int, stop: int) -> Tensor:
     return torch.arange(first, stop)[None]
 
 
-def autoregressive(model: NextTokenModel, condition: Any, law: TokenLaw, noise: CounterNoise) -> Tensor:
+def autoregressive(model: NextTokenModel, condition: object, law: TokenLaw, noise: CounterNoise) -> Tensor:
     """Plain decoding: one call a token, each drawn with its slot's own noise. Returns tokens [1, L]."""
     state = model.prefill(condition, batch_size=1, guided=law.guided, window=1)
     logits, tokens = state.logits[:, None], torch.zeros(1, 0, dtype=torch.long)
@@ -44,7 +44,7 @@ def autoregressive(model: NextTokenModel, condition: Any, law: TokenLaw, noise: 
 
 
 def identical_jacobi(
-    model: NextTokenModel, condition: Any, law: TokenLaw, noise: CounterNoise, window: int = 32
+    model: NextTokenModel, condition: object, law: TokenLaw, noise: CounterNoise, window: int = 32
 ) -> tuple[Tensor, int]:
     """Jacobi decoding with the noise of plain decoding: the tokens of `autoregressive`, in fewer calls.
 
@@ -85,7 +85,7 @@ def residual(target: Tensor, draft: Tensor) -> Tensor:
 
 def speculative_jacobi(
     model: NextTokenModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     window: int = 16,
@@ -143,7 +143,7 @@ def accepted(
 
 def grouped_speculative(
     model: NextTokenModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     window: int = 16,
@@ -171,7 +171,7 @@ def grouped_speculative(
 def speculative_chain(
     model: NextTokenModel,
     drafter: NextTokenModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     num_drafts: int = 5,
@@ -207,7 +207,7 @@ Merge = Callable[[Tensor, int], Tensor]
 def speculative_tree(
     model: NextTokenModel,
     drafter: NextTokenModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     depth: int = 5,
@@ -288,7 +288,7 @@ def recursive_rejection(
 def lantern(
     model: NextTokenModel,
     drafter: NextTokenModel,
-    condition: Any,
+    condition: object,
     law: TokenLaw,
     noise: CounterNoise,
     codebook: Tensor,
@@ -325,7 +325,7 @@ def lantern(
 
 
 def column_jacobi(
-    model: ColumnModel, condition: Any, law: TokenLaw, noise: CounterNoise, window: int = 16
+    model: ColumnModel, condition: object, law: TokenLaw, noise: CounterNoise, window: int = 16
 ) -> tuple[Tensor, int]:
     """`identical_jacobi` of columns: the K tokens of a step are drawn together, and stand or fall together.
 
@@ -360,7 +360,7 @@ def column_jacobi(
 
 
 def any_order(
-    model: AnyOrderModel, condition: Any, law: TokenLaw, noise: CounterNoise, order: Tensor | None = None
+    model: AnyOrderModel, condition: object, law: TokenLaw, noise: CounterNoise, order: Tensor | None = None
 ) -> Tensor:
     """Decoding along an order: RandAR (Pang et al., 2412.01827), one token a call. Returns tokens [1, L] by slot.
 

@@ -106,7 +106,7 @@ class AlongOrder(nn.Module):
         if not bool(is_open.all()):
             self.known, self.known_tokens = (~is_open).sum(1), known_tokens.gather(1, self.order)
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> AlongOrderState:
+    def prefill(self, condition: object, *, batch_size: int, guided: bool, window: int) -> AlongOrderState:
         """Run the condition, and predict the first open places from it and from the tokens that are known."""
         length = self.grid.num_tokens
         beyond = torch.arange(length, length + window).expand(batch_size, -1)

@@ -54,7 +54,7 @@ class Blocks:
         inside = self.slots[steps.clamp(max=count - 1)]
         return torch.where(steps[..., None] < count, inside, beyond).flatten(1)
 
-    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+    def prefill(self, condition: object, *, batch_size: int, guided: bool, window: int) -> Any:
         """Run the condition; the state's logits [R, K, V] predict the first block."""
         width = window * self.grid.codebooks
         return self.model.prefill(condition, batch_size=batch_size, guided=guided, window=width)
@@ -144,7 +144,7 @@ class BlockJacobiSampler(ColumnJacobiSampler):
         return SampleResult(torch.empty_like(by_slot).index_copy_(1, at, by_slot), DecodeTrace(**trace))
 
     def __call__(
-        self, model: TrainedOrderModel, condition: Any, *, callback: Callback | None = None, **more: Any
+        self, model: TrainedOrderModel, condition: object, *, callback: Callback | None = None, **more: Any
     ) -> SampleResult:
         """As `Sampler.__call__`; the callback gets numbers of slots."""
 

@@ -122,7 +122,7 @@ class RowSampler(Sampler[OrderModel, RowState]):
 
 
 def raster_divergence(
-    model: OrderModel, condition: Any, tokens: Tensor, used_law: Tensor, law: CheckedLaw, *, guided: bool
+    model: OrderModel, condition: object, tokens: Tensor, used_law: Tensor, law: CheckedLaw, *, guided: bool
 ) -> Tensor:
     """Return the total variation between the used laws and the raster laws, summed over slots: [B].
 

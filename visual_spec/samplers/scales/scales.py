@@ -179,7 +179,7 @@ class ScaleWiseSampler(Sampler[Sequence[Stage], ScaleDecodeState]):
     def __call__(
         self,
         model: ScaleModel | Sequence[Stage],
-        condition: Any,
+        condition: object,
         *,
         law: TokenLaw,
         generator: torch.Generator | Sequence[torch.Generator] | CounterNoise | None = None,

@@ -150,7 +150,7 @@ def law_at_scale(law: TokenLaw, ratio: float) -> TokenLaw:
 
 def prefill(
     served: Sequence[Stage],
-    condition: Any,
+    condition: object,
     guided: bool,
     batch_size: int,
     maps: Sequence[Tensor],
