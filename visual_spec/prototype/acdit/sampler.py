@@ -36,7 +36,7 @@ class BlockModel(Protocol):
     block_size: int
     places: Tensor
 
-    def prefill(self, condition: object, *, batch_size: int, guided: bool, window: int) -> Any:
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
         """A state without blocks, whose `conditions` are [R, ...]. R = B, or 2B when guided: the unconditional last."""
         ...
 

@@ -375,7 +375,7 @@ class Sampler(SchedulerMixin, ConfigMixin, Generic[ModelT, StateT]):
         if output_logprobs:
             check_logprobs(self)
         self.check(model, law, batch_size, parts)
-        own = generator if isinstance(generator, CounterNoise) else None  # noise in place of generators
+        own: Any = generator if hasattr(generator, "keyed") else None  # noise in place of generators
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What reads the text may be any function of it, on the host; so may noise that is no function of keys.
         reads_text = getattr(law, "reads_text", False)
