@@ -1,6 +1,7 @@
 """Training FlashAR's second head at a tiny size: where it starts, what it learns from, and that it resumes."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,16 @@ def test_at_first_only_the_branch_learns(readers, tmp_path: Path):
         kind = torch.float8_e4m3fn if value.ndim == 2 else torch.float16
         same = torch.equal(value, start[key].to(kind).float())
         assert same == (not key.startswith(own)), key
+
+
+def test_a_compiled_run_trains_the_trunk_after_the_branch(readers, tmp_path: Path, monkeypatch):
+    """The graph is traced while the branch learns, and serves when all do."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    encoder, vq_model = readers
+    start, model = tiny().state_dict(), tiny()
+    train_flashar(model, encoder, vq_model, replace(SHORT, compile=True), tmp_path)
+    key = "layers.0.attention.wqkv.weight"
+    assert not torch.equal(model.state_dict()[key], start[key].to(torch.float8_e4m3fn).float())
 
 
 def test_another_order_is_refused(readers, tmp_path: Path):

@@ -165,8 +165,6 @@ def train_flashar(
     words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
     encoder.eval().requires_grad_(False)
     own = _branch_of(model)
-    learned_alone = set(map(id, own.parameters()))
-    trunk = [parameter for parameter in model.parameters() if id(parameter) not in learned_alone]
     late_steps = settings.steps - settings.branch_steps
     stages = (
         (own["layers"], own.parameters(), settings.branch_rate, settings.branch_steps),
@@ -184,14 +182,14 @@ def train_flashar(
         return merged + settings.below_weight * below
 
     def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-        for parameter in trunk:
-            parameter.requires_grad_(step >= settings.branch_steps)
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
         return words[chosen], tokens[chosen].long(), dropped
 
     def descend(loss: Tensor, step: int) -> None:
+        # The first stage leaves the trunk as it is, and its gradients lie there until the second clears them: a
+        # compiled loss does not notice that `requires_grad` of a weight has changed.
         late = step >= settings.branch_steps
         descents[late](loss, step - late * settings.branch_steps)
 
