@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import EncodecModel
-
-    from visual_spec.eval.pair import Pipeline
 
 _STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does by default
 
@@ -36,18 +34,18 @@ class Medium:
 
     ids: str
     finished: str
-    tokenizer: Callable[[Pipeline], nn.Module]
-    show: Callable[[Pipeline, np.ndarray], np.ndarray]
-    encode: Callable[[Pipeline, np.ndarray], Tensor]
+    tokenizer: Callable[[Any], nn.Module]
+    show: Callable[[Any, np.ndarray], np.ndarray]
+    encode: Callable[[Any, np.ndarray], Tensor]
 
 
-def show(pipe: Pipeline, stored: np.ndarray) -> np.ndarray:
+def show(pipe: Any, stored: np.ndarray) -> np.ndarray:
     """Return what stored samples look or sound like, as `Medium.show` gives it."""
     return MEDIA[pipe.medium].show(pipe, stored)
 
 
 @torch.no_grad()
-def pictures_of(pipe: Pipeline, stored: np.ndarray) -> np.ndarray:
+def pictures_of(pipe: Any, stored: np.ndarray) -> np.ndarray:
     """Pictures uint8 [N, H, W, 3] as the pipeline shows them, of token ids [N, L] or of canvases [N, D, h, w]."""
     if np.issubdtype(stored.dtype, np.floating):
         images = pipe.decode_canvas(torch.from_numpy(stored).to(pipe.device), "pil")
@@ -57,7 +55,7 @@ def pictures_of(pipe: Pipeline, stored: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def encode_pictures(pipe: Pipeline, pictures: np.ndarray) -> Tensor:
+def encode_pictures(pipe: Any, pictures: np.ndarray) -> Tensor:
     """Token ids [N, L], or canvases [N, D, h, w], of pictures uint8 [N, H, W, 3]."""
     signed = torch.from_numpy(pictures).permute(0, 3, 1, 2)  # [N, 3, H, W]
     if pipe.medium == "image" and hasattr(pipe, "encode_canvas"):
@@ -67,7 +65,7 @@ def encode_pictures(pipe: Pipeline, pictures: np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
-def frames_of(pipe: Pipeline, tokens: np.ndarray) -> np.ndarray:
+def frames_of(pipe: Any, tokens: np.ndarray) -> np.ndarray:
     """Clips uint8 [N, T, H, W, 3] of tokens [N, L], as the pipeline shows them."""
     from visual_spec.pipelines.video_files import pixels_of
 
@@ -76,7 +74,7 @@ def frames_of(pipe: Pipeline, tokens: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def tokens_of_frames(pipe: Pipeline, clips: np.ndarray) -> Tensor:
+def tokens_of_frames(pipe: Any, clips: np.ndarray) -> Tensor:
     """Token ids [N, L] of clips uint8 [N, T, H, W, 3], frame by frame."""
     signed = torch.from_numpy(clips.reshape(-1, *clips.shape[2:])).permute(0, 3, 1, 2)  # [N T, 3, H, W]
     ids = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
@@ -84,7 +82,7 @@ def tokens_of_frames(pipe: Pipeline, clips: np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
-def clips_of(pipe: Pipeline, codes: np.ndarray) -> np.ndarray:
+def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
     """Clips float32 [N, samples] of codes [N, K, T], as the pipeline plays them; of stereo the mean of channels."""
     from visual_spec.pipelines.audio_stream import WaveStream  # which brings MusicGen and EnCodec
 
@@ -96,7 +94,7 @@ def clips_of(pipe: Pipeline, codes: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def codes_of(pipe: Pipeline, clips: np.ndarray) -> Tensor:
+def codes_of(pipe: Any, clips: np.ndarray) -> Tensor:
     """Codes [N, K, T] of clips float32 [N, samples]."""
     from visual_spec.models.columns.encodec import encode_waves
 
@@ -104,7 +102,7 @@ def codes_of(pipe: Pipeline, clips: np.ndarray) -> Tensor:
     return encode_waves(codec_of(pipe), waves.contiguous())
 
 
-def codec_of(pipe: Pipeline) -> EncodecModel:
+def codec_of(pipe: Any) -> EncodecModel:
     """The codec of a music pipeline, which may be a part of its transformer."""
     return pipe.transformer.audio_encoder if pipe.codec is None else pipe.codec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from visual_spec.files.documents import json_text
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.components import resolved
-
-if TYPE_CHECKING:
-    from visual_spec.pipelines.base import VisualPipeline
 
 _SCRIPT = '''"""Written by visual_spec: lets DiffusionPipeline.from_pretrained find this pipeline's class."""
 
@@ -27,7 +24,7 @@ COMPANIONS = ("pipeline.py", "README.md")
 MEASURED = Path(__file__).parent / "measured.json"  # by fingerprint of the weights; scripts/write_measured.py
 
 
-def write_companions(pipe: VisualPipeline, folder: Path) -> None:
+def write_companions(pipe: Any, folder: Path) -> None:
     """Make a saved folder loadable by `DiffusionPipeline`, and describe it.
 
     Writes `pipeline.py`, names it in `model_index.json`, and writes `README.md`. Files of these names that someone else
@@ -47,7 +44,7 @@ def write_companions(pipe: VisualPipeline, folder: Path) -> None:
         write_atomically(folder / "README.md", model_card(pipe), overwrite=True)
 
 
-def model_card(pipe: VisualPipeline) -> str:
+def model_card(pipe: Any) -> str:
     """The model card of a pipeline: how to load it, its parts, its settings, and what was measured of its weights."""
     name, measured = type(pipe).__name__, measured_of(pipe)
     front = ["library_name: diffusers", "tags:", "- visual_spec", "- autoregressive"]
@@ -90,7 +87,7 @@ def model_card(pipe: VisualPipeline) -> str:
     return "\n".join(lines)
 
 
-def measured_of(pipe: VisualPipeline) -> dict[str, Any] | None:
+def measured_of(pipe: Any) -> dict[str, Any] | None:
     """What was measured of a pipeline with these very weights: {conditions, table}, or None."""
     models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     count = sum(value.numel() for model in models for value in model.state_dict().values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,12 @@ from visual_spec.pipelines.steps import Generators, check_each, listed
 from visual_spec.samplers.core.checks import open_id
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 
-if TYPE_CHECKING:
-    from visual_spec.pipelines.token_image import TokenImagePipeline
-
 Picture = Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
 
 
 def check_repainting(
-    pipe: TokenImagePipeline,
+    pipe: Any,
     image: Pictures | None,
     mask: Pictures | None,
     strength: float | None,
@@ -89,7 +86,7 @@ def check_repainting(
 
 
 def known_tokens(
-    pipe: TokenImagePipeline,
+    pipe: Any,
     image: Pictures,
     mask: Pictures | None,
     strength: float | None,

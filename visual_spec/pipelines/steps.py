@@ -19,7 +19,6 @@ from visual_spec.samplers.core.state import SO_FAR
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from visual_spec.pipelines.base import VisualPipeline
     from visual_spec.samplers.core.trace import SampleResult
 
 StepCallback = Callable[[Any, int, int, dict[str, Tensor]], object]
@@ -65,7 +64,7 @@ class StepListener:
 
     def __init__(
         self,
-        pipe: VisualPipeline,
+        pipe: Any,
         callback: StepCallback | None,
         names: Sequence[str] | None,
         changeable: Sequence[str] = (),

@@ -19,7 +19,6 @@ from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.state import WATCHER
 
 if TYPE_CHECKING:
-    from visual_spec.pipelines.base import VisualPipeline
     from visual_spec.samplers.core.trace import SampleResult
 
 Hear = Callable[[Callable[[], object]], str | None]  # hands an item on, see `stream_of`
@@ -28,7 +27,7 @@ GREY = 0.5  # of pixels in [0, 1]: places that are open
 
 
 def stream_pictures(
-    pipe: VisualPipeline,
+    pipe: Any,
     every: int,
     args: tuple,
     kwargs: dict[str, Any],
@@ -51,14 +50,12 @@ def stream_pictures(
     return stream_of(call, show)
 
 
-def stream_waves(
-    pipe: VisualPipeline, args: tuple, kwargs: dict[str, Any], output_type: str
-) -> Generator[Any]:
+def stream_waves(pipe: Any, args: tuple, kwargs: dict[str, Any], output_type: str) -> Generator[Any]:
     """Outputs of a pipeline of music with what is heard so far, stretch by stretch, then its own output."""
     heard: list[Tensor] = []
 
     def call(hear: Hear) -> object:
-        def listen(pipe: VisualPipeline, start: int, waves: Tensor) -> None:
+        def listen(pipe: Any, start: int, waves: Tensor) -> None:
             if hear(lambda: waves) is STOP:
                 pipe._interrupt = True
 

@@ -11,7 +11,7 @@ earlier slots only, and never on the noise of the slot itself, so the labels sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch import Tensor
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import REDRAFT, TOKEN
 from visual_spec.samplers.core.state import Run
-
-if TYPE_CHECKING:
-    from visual_spec.samplers.raster.jacobi_identical import IdenticalState
 
 # How far the drafter's best token must lead, in nats under the slot's noise, to replace a carried draft that 0, 1, and
 # 2 or more calls in a row have left as it was. From a logistic regression on 24 prompts of `shapes`, without its small
@@ -33,7 +30,7 @@ NEEDED_MARGIN = (0.0, 1.4, 2.0)
 Source = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def redrafted(state: IdenticalState, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
+def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
     """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
 
     Notes in `state.inputs` what each slot is about to be fed.
@@ -44,7 +41,6 @@ def redrafted(state: IdenticalState, slots: Tensor, draft: Draft, count: int, so
         draft: the carried drafts; without a label under acceptance "identical".
     """
     inputs, newest = state.inputs, slots[:, :1] - 1
-    assert inputs is not None
     before = state.tokens.gather(1, newest)  # [B, 1]
     fed = inputs.gather(1, slots - 1)  # [B, N], before each slot, in the last call
     rows = None if draft.label is None else draft.label.rows.clone()  # [B, N]
@@ -81,7 +77,7 @@ class Chosen:
     def __init__(
         self,
         run: Run,
-        state: IdenticalState,
+        state: Any,
         slots: Tensor,
         window: int,
         own_noise: bool,
