@@ -27,11 +27,7 @@ GREY = 0.5  # of pixels in [0, 1]: places that are open
 
 
 def stream_pictures(
-    pipe: Any,
-    every: int,
-    args: tuple,
-    kwargs: dict[str, Any],
-    show: Callable[[SampleResult], object],
+    pipe: Any, every: int, args: tuple, kwargs: dict[str, Any], show: Callable[[SampleResult], object]
 ) -> Generator[Any]:
     """What `show` makes of a decode after every so many target calls, then the output of the pipeline."""
 

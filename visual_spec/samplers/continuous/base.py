@@ -108,13 +108,7 @@ class VectorSampler(Sampler[ModelT, StateT]):
         "whose tokens are vectors: they have a density, and what makes them tells no more than samples"
     )
 
-    def check(
-        self,
-        model: AnyContinuousModel,
-        law: TokenLaw,
-        batch_size: int,
-        parts: dict[str, Any],
-    ) -> None:
+    def check(self, model: AnyContinuousModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         off = TokenLaw()
         for name in ("top_k", "top_p", "allowed", "guidance_until"):
             if getattr(law, name) != getattr(off, name):
@@ -199,13 +193,7 @@ class ContinuousTokenSampler(VectorSampler[AnyContinuousModel, ContinuousT]):
         """Calls of a model that draws every token of a call at once."""
         return model.grid.num_tokens
 
-    def check(
-        self,
-        model: AnyContinuousModel,
-        law: TokenLaw,
-        batch_size: int,
-        parts: dict[str, Any],
-    ) -> None:
+    def check(self, model: AnyContinuousModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         self.check_model(model)
 

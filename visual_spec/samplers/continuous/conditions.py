@@ -34,14 +34,7 @@ def starts_unguided(model: AnyContinuousModel) -> bool:
     return getattr(model, "starts_unguided", False)
 
 
-def begin(
-    model: AnyContinuousModel,
-    condition: object,
-    *,
-    batch_size: int,
-    guided: bool,
-    window: int,
-) -> Any:
+def begin(model: AnyContinuousModel, condition: object, *, batch_size: int, guided: bool, window: int) -> Any:
     """A model's state before the first token."""
     if is_causal(model):
         cache = model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
@@ -147,12 +140,7 @@ def on_grid(tokens: Tensor, places: Tensor, length: int) -> Tensor:
 
 
 def scales_of_slots(
-    model: AnyContinuousModel,
-    scale: float,
-    steps: int,
-    *,
-    linear: bool,
-    scratch: int,
+    model: AnyContinuousModel, scale: float, steps: int, *, linear: bool, scratch: int
 ) -> Tensor:
     """The scale of guidance at each slot, float32 [L + scratch] on the CPU.
 

@@ -125,13 +125,7 @@ class SpeculativeContinuousSampler(ContinuousTokenSampler[DraftedContinuousState
         again = self.config.num_drafts if self.config.rule == "aligned" else 0
         run.window = self.config.num_drafts + 1 + again
 
-    def check(
-        self,
-        model: AnyContinuousModel,
-        law: TokenLaw,
-        batch_size: int,
-        parts: dict[str, Any],
-    ) -> None:
+    def check(self, model: AnyContinuousModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         _check_drafter(model, parts.get("drafter"))
         self.rule_of_drafts.check(self.config.rule, self.chain_settings(model.chain), model, law)

@@ -54,13 +54,7 @@ class HeadSpeculativeSampler(ContinuousSampler):
     ) -> None:
         pass
 
-    def check(
-        self,
-        model: AnyContinuousModel,
-        law: TokenLaw,
-        batch_size: int,
-        parts: dict[str, Any],
-    ) -> None:
+    def check(self, model: AnyContinuousModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         settings = self.chain_settings(model.chain)
         if model.schedule(settings.head_steps, settings.eta).deterministic:

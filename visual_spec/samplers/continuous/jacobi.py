@@ -87,13 +87,7 @@ class ContinuousJacobiSampler(ContinuousTokenSampler[ContinuousJacobiState]):
         super().plan(run)
         run.window = self.config.window if self.keeps != LOSSY else 2 * self.config.window
 
-    def check(
-        self,
-        model: AnyContinuousModel,
-        law: TokenLaw,
-        batch_size: int,
-        parts: dict[str, Any],
-    ) -> None:
+    def check(self, model: AnyContinuousModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         self._rule.check(self.config.rule, self.chain_settings(model.chain), model, law)
 

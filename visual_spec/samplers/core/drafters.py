@@ -87,11 +87,7 @@ def start_drafter(run: Run, *, window: int, **settings: Any) -> DecodeState:
 
 
 def ask_drafter(
-    drafter: NextTokenModel | FeatureDrafter,
-    cache: Any,
-    tokens: Tensor,
-    slots: Tensor,
-    *visible: Tensor,
+    drafter: NextTokenModel | FeatureDrafter, cache: Any, tokens: Tensor, slots: Tensor, *visible: Tensor
 ) -> Tensor:
     """Call a drafter, and refuse answers of another shape. Returns logits [R, W, V], or [R, W, K, V] of columns.
 

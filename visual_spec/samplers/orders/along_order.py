@@ -78,11 +78,7 @@ class AlongOrder(nn.Module):
     """
 
     def __init__(
-        self,
-        model: AnyOrderModel,
-        order: Tensor,
-        first: int = 1,
-        ramp: tuple[float, float] | None = None,
+        self, model: AnyOrderModel, order: Tensor, first: int = 1, ramp: tuple[float, float] | None = None
     ) -> None:
         super().__init__()
         self.model, self.order, self.first, self.ramp = model, order, first, ramp

@@ -75,13 +75,7 @@ class Chosen:
     """
 
     def __init__(
-        self,
-        run: Run,
-        state: Any,
-        slots: Tensor,
-        window: int,
-        own_noise: bool,
-        steady: Tensor | None,
+        self, run: Run, state: Any, slots: Tensor, window: int, own_noise: bool, steady: Tensor | None
     ) -> None:
         from visual_spec.samplers.core.drafters import catch_up  # where there is a drafter
 
