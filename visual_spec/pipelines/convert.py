@@ -3,16 +3,15 @@
 Which files there are, how they are recognised and loaded, stands in the table of families (`FileLayout`).
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.models.modeling_utils import ModelMixin
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from transformers import AutoTokenizer
 
 from visual_spec.families import FAMILIES, all_families, all_pipelines
@@ -25,6 +24,11 @@ from visual_spec.pipelines.embedded import INDEX
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.saved_index import read_index_file
 from visual_spec.records import Family, OfficialFile
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 File = Path | Checkpoint  # a folder, or a file read
 
