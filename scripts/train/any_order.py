@@ -35,7 +35,7 @@ from visual_spec.training.loop import (
     read_options,
     round_matrices,
 )
-from visual_spec.training.tokens import tokenize_dataset
+from visual_spec.training.tokens import object_tokens, tokenize_dataset, weighted_cross_entropy
 
 CALLS = (256, 128, 64, 32, 24, 20, 16, 12, 8)  # of LPD's training, for 256 tokens
 REPULSION = 2
@@ -45,8 +45,8 @@ REPULSION = 2
 class AnyOrderTraining:
     """Settings of a run.
 
-    `touching` is as in `ar`. The last three are of queries: the share of steps along locality-aware orders, and the
-    least and most of `CALLS`.
+    `touching` is as in `ar`. Tokens of objects weigh `object_weight` in the loss, the others 1. The last three are of
+    queries: the share of steps along locality-aware orders, and the least and most of `CALLS`.
     """
 
     steps: int = 2000
@@ -56,6 +56,7 @@ class AnyOrderTraining:
     learning_rate: float = 1e-3
     weight_decay: float = 0.02
     caption_dropout: float = 0.1
+    object_weight: float = 1.0
     bfloat16: bool = False
     compile: bool = True
     seed: int = 0
@@ -114,20 +115,21 @@ def train_any_order(
         model.layers, model.parameters(), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
+    weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
 
     def loss_of(
-        word_ids: Tensor, token_ids: Tensor, orders: Tensor, groups: Tensor, dropped: Tensor
+        word_ids: Tensor, token_ids: Tensor, orders: Tensor, groups: Tensor, dropped: Tensor, weight: Tensor
     ) -> Tensor:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bfloat16):
             logits = predicted(model, token_ids, orders, groups, encoder(word_ids), dropped)
-        return F.cross_entropy(logits.mT, token_ids.gather(1, orders))
+        return weighted_cross_entropy(logits, token_ids.gather(1, orders), weight.gather(1, orders))
 
     def batch(step: int) -> tuple[Tensor, ...]:
         rng, count = np.random.default_rng((settings.seed, step)), settings.batch_size
         chosen = torch.from_numpy(rng.integers(len(tokens), size=count))
         orders = draw_orders(settings, rng, count, model.grid.width, isinstance(model, LlamaGenQueries))
         dropped = torch.from_numpy(rng.random(count) < settings.caption_dropout)
-        return words[chosen], tokens[chosen].long(), *orders, dropped
+        return words[chosen], tokens[chosen].long(), *orders, dropped, weights[chosen]
 
     def judged() -> dict[str, float]:
         round_matrices(model, out)

@@ -28,7 +28,7 @@ from visual_spec.models.next_token.llamagen_blocks import CaptionEmbedding
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.loop import Descent, RunOptions, Trainer, muon_and_adamw, option, read_options
-from visual_spec.training.tokens import tokenize_dataset
+from visual_spec.training.tokens import object_tokens, tokenize_dataset, weighted_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,6 @@ def initialise(model: LlamaGenTransformer) -> None:
     assert isinstance(model.cls_embedding, CaptionEmbedding)
     for layer in (model.cls_embedding.cap_proj.fc1, model.cls_embedding.cap_proj.fc2):
         torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-
-
-def object_tokens(words: Tensor, tokens: Tensor) -> Tensor:
-    """Return which tokens `[N, L]` belong to objects: those other than the usual background tokens of their slot.
-
-    A caption ends in "<texture> <colour> background" or "a <colour> background", so pictures `[N, T]` with equal last
-    words share a background.
-    """
-    _, group = words[:, -3:-1].unique(dim=0, return_inverse=True)
-    usual = torch.stack([tokens[group == number].mode(0).values for number in range(int(group.max()) + 1)])
-    return tokens != usual[group]
 
 
 def train_autoregressive(
@@ -121,7 +110,7 @@ def train_autoregressive(
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bfloat16):
             condition: TextCondition = encoder(word_ids)
             logits = model.teacher_forced(token_ids, condition, dropped, hidden)
-        return (F.cross_entropy(logits.mT, token_ids, reduction="none") * weight).mean() / weight.mean()
+        return weighted_cross_entropy(logits, token_ids, weight)
 
     def save() -> None:
         model.save_pretrained(out / "transformer")

@@ -37,6 +37,7 @@ from visual_spec.training.loop import (
     RunOptions,
     Trainer,
     muon_and_adamw,
+    option,
     print_record,
     read_options,
     round_matrices,
@@ -262,6 +263,7 @@ curve. An interrupted run resumes.
 
 @dataclass(kw_only=True)
 class Options(RunOptions):
+    start_from: Path | None = option("folder with transformer/ and text_encoder/ to start from", None)
     dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
@@ -271,6 +273,9 @@ def main() -> None:
     options, settings = read_options(HELP, Options, CausalVideoTraining)
     torch.manual_seed(settings.seed)
     model, encoder = new_model(options.dim, options.num_layers, options.num_heads)
+    if options.start_from is not None:
+        for name, part in (("transformer", model), ("text_encoder", encoder)):
+            part.load_state_dict(type(part).from_pretrained(options.start_from / name).state_dict())
     for part in (model, encoder):
         part.to(options.device)
     record = train_causal_video(model, encoder, settings, options.out)

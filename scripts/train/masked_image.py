@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.train.ar import object_tokens
 from scripts.train.tokenizer import to_pixels
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
@@ -42,7 +41,7 @@ from visual_spec.training.loop import (
     read_options,
     round_matrices,
 )
-from visual_spec.training.tokens import tokenize_dataset
+from visual_spec.training.tokens import object_tokens, tokenize_dataset, weighted_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,7 @@ def train_masked_image(
         seen = token_ids.masked_fill(hidden, model.mask_id)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             logits = model.predictions(seen, encoder(word_ids), dropped)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), token_ids.flatten(), reduction="none")
-        losses = losses.view_as(token_ids)
-        return (losses * weight * hidden).sum() / (weight * hidden).sum()
+        return weighted_cross_entropy(logits.float(), token_ids, weight * hidden)
 
     def batch(step: int) -> tuple[Tensor, ...]:
         chosen, *drawn = _drawn(objects, settings, step)

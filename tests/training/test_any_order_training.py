@@ -1,5 +1,7 @@
 """Training of any-order models: their start from a raster model, their orders, and a run that is killed."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from scripts.train import any_order
-from scripts.train.any_order import AnyOrderTraining, draw_orders, start_from, train_any_order
+from scripts.train.any_order import AnyOrderTraining, draw_orders, predicted, start_from, train_any_order
 from tests.helpers.training import check_training, shrink_pictures, tiny_raster
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers.core.law import TokenLaw
@@ -71,3 +73,33 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     )
     drawn = AnyOrderSampler()(trained, encoder(["red circle"]), law=TokenLaw(), batch_size=1)
     assert drawn.tokens.shape == (1, 16)
+
+
+def test_tokens_of_objects_weigh_more(readers, tmp_path: Path):
+    """The loss of the first step, added up token by token."""
+    encoder, vq_model = readers
+    settings = replace(SHORT, steps=1, scenes=40, object_weight=3.0, caption_dropout=0.0)
+    model = start_from(tiny_raster(), "queries")
+    record = train_any_order(model, encoder, vq_model, settings, tmp_path)
+
+    words, tokens = any_order.tokenize_dataset(
+        vq_model, encoder, 40, settings.seed + 1, touching=settings.touching
+    )
+    rng = np.random.default_rng((settings.seed, 0))
+    chosen = torch.from_numpy(rng.integers(40, size=8))
+    orders, groups = draw_orders(settings, rng, 8, 4, True)
+    fresh = start_from(tiny_raster(), "queries")
+    with torch.no_grad():
+        logits = predicted(fresh, tokens[chosen].long(), orders, groups, encoder(words[chosen]))
+    losses = weights = 0.0
+    for row, picture in enumerate(chosen.tolist()):
+        ground = [other for other in range(40) if torch.equal(words[other, -3:-1], words[picture, -3:-1])]
+        for place, slot in enumerate(orders[row].tolist()):
+            token, counts = int(tokens[picture, slot]), Counter(tokens[ground, slot].tolist())
+            most = max(counts.values())
+            usual = min(code for code, count in counts.items() if count == most)
+            weight = 1.0 if token == usual else 3.0
+            losses -= weight * float(logits[row, place].log_softmax(-1)[token])
+            weights += weight
+    assert 8 * 16 < weights < 8 * 16 * 3
+    assert record["loss"][0][1] == pytest.approx(losses / weights, abs=1e-4)

@@ -46,6 +46,13 @@ def decoded(model: LlamaGenTransformer, tokens: Tensor, told: TextCondition) -> 
     return scores(model, told, tokens, order_of("flashar", model.grid).steps[1:], guided=False)
 
 
+def mean_loss(logits: Tensor, tokens: Tensor, weights: Tensor) -> float:
+    """Every token as often as it weighs."""
+    each = weights.flatten()
+    logits, tokens = (value.flatten(0, 1).repeat_interleave(each, 0) for value in (logits, tokens))
+    return float(F.cross_entropy(logits, tokens))
+
+
 def test_the_pass_of_training_is_what_decoding_computes():
     model = tiny().double()
     for parameter in model.parameters():
@@ -54,18 +61,19 @@ def test_the_pass_of_training_is_what_decoding_computes():
     want, forced = decoded(model, tokens, told), Pass(model)
     with torch.no_grad():
         merged, _ = forced(model, tokens, told)
-        losses = forced.losses(model, tokens, told)
+        weights = torch.randint(1, 4, (3, 16), generator=torch.Generator().manual_seed(5))
+        losses = forced.losses(model, tokens, told, weights)
     assert sorted(forced.targets.tolist()) == list(range(16))
     torch.testing.assert_close(merged, want[:, forced.targets], rtol=0, atol=1e-12)
-    assert float(losses[0]) == pytest.approx(float(F.cross_entropy(want.mT, tokens)), abs=1e-12)
+    assert float(losses[0]) == pytest.approx(mean_loss(want, tokens, weights), abs=1e-12)
     # With a gate that is shut, the lower head alone answers wherever it can: column 0 has it alone anyway.
     for parameter in model.hv_gate_mlp.parameters():
         torch.nn.init.zeros_(parameter)
     list(model.hv_gate_mlp.parameters())[-1].data.fill_(-1000)
     alone = decoded(model, tokens, told)
     answered = torch.tensor([0, *range(4, 16)])
-    want_below = F.cross_entropy(alone[:, answered].mT, tokens[:, answered])
-    assert float(losses[1]) == pytest.approx(float(want_below), abs=1e-12)
+    want_below = mean_loss(alone[:, answered], tokens[:, answered], weights[:, answered])
+    assert float(losses[1]) == pytest.approx(want_below, abs=1e-12)
 
 
 def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.data.shapes import TOUCHING
 from visual_spec.files.documents import json_text
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -36,23 +37,29 @@ from visual_spec.training.loop import (
     round_matrices,
     run_trainer,
 )
-from visual_spec.training.tokens import tokenize_dataset
+from visual_spec.training.tokens import object_tokens, tokenize_dataset, weighted_cross_entropy
 
 ORDER = "flashar"
 
 
 @dataclass(frozen=True)
 class FlashTraining:
-    """Settings of a run. In the first `branch_steps` of `steps` the trunk is frozen."""
+    """Settings of a run. In the first `branch_steps` of `steps` the trunk is frozen.
+
+    `touching` is the share of scenes with one object inside or overlapping another. Tokens of objects weigh
+    `object_weight` in the loss, the others 1.
+    """
 
     steps: int = 1500
     branch_steps: int = 150
     batch_size: int = 8
     scenes: int = 12000
+    touching: float = TOUCHING
     branch_rate: float = 1e-3
     learning_rate: float = 6e-4
     weight_decay: float = 0.02
     caption_dropout: float = 0.1
+    object_weight: float = 1.0
     below_weight: float = 0.05
     bfloat16: bool = False
     compile: bool = True
@@ -132,13 +139,16 @@ class Pass:
         model: LlamaGenTransformer,
         tokens: Tensor,
         condition: TextCondition | Tensor,
+        weights: Tensor,
         dropped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy in nats a token of the merged prediction, and of the lower head alone."""
+        """Return the cross entropy in nats a token, of weights [B, L], of the merged prediction and the lower head."""
         merged, below = self(model, tokens, condition, dropped)
-        wanted = tokens[:, self.targets]  # [B, P]
-        alone = wanted[:, self.answers[:, 1] >= 0]
-        return F.cross_entropy(merged.mT, wanted), F.cross_entropy(below.mT, alone)
+        alone = self.targets[self.answers[:, 1] >= 0]
+        return (
+            weighted_cross_entropy(merged, tokens[:, self.targets], weights[:, self.targets]),
+            weighted_cross_entropy(below, tokens[:, alone], weights[:, alone]),
+        )
 
 
 def train_flashar(
@@ -162,7 +172,10 @@ def train_flashar(
         raise ValueError(f"the model has order {model.trained_order!r}; pass one of start_from_raster.")
     torch.manual_seed(settings.seed)
     device = model.device
-    words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
+    words, tokens = tokenize_dataset(
+        vq_model, encoder, settings.scenes, settings.seed + 1, cache=out, touching=settings.touching
+    )
+    weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
     encoder.eval().requires_grad_(False)
     own = _branch_of(model)
     late_steps = settings.steps - settings.branch_steps
@@ -176,16 +189,16 @@ def train_flashar(
     ]
     forced = Pass(model)
 
-    def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor) -> Tensor:
+    def loss_of(word_ids: Tensor, token_ids: Tensor, weight: Tensor, dropped: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-            merged, below = forced.losses(model, token_ids, encoder(word_ids), dropped)
+            merged, below = forced.losses(model, token_ids, encoder(word_ids), weight, dropped)
         return merged + settings.below_weight * below
 
-    def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(step: int) -> tuple[Tensor, ...]:
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
-        return words[chosen], tokens[chosen].long(), dropped
+        return words[chosen], tokens[chosen].long(), weights[chosen], dropped
 
     def descend(loss: Tensor, step: int) -> None:
         # The first stage leaves the trunk as it is, and its gradients lie there until the second clears them: a
@@ -222,12 +235,11 @@ def held_out_losses(
     words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True, side=model.grid.width)
     forced, losses = Pass(model), []
     for word_ids, token_ids in zip(words.split(20), tokens.split(20), strict=True):
-        conditions = encoder(word_ids.to(model.device))
-        losses.append(
-            [loss.item() for loss in forced.losses(model, token_ids.long().to(model.device), conditions)]
-        )
-    merged, below = np.mean(losses, 0)
-    return {"held_out_loss": round(float(merged), 4), "held_out_loss_below": round(float(below), 4)}
+        shown = token_ids.long().to(model.device)
+        condition = encoder(word_ids.to(model.device))
+        losses.append(torch.stack(forced.losses(model, shown, condition, torch.ones_like(shown))))
+    merged, below = torch.stack(losses).mean(0).tolist()
+    return {"held_out_loss": round(merged, 4), "held_out_loss_below": round(below, 4)}
 
 
 HELP = """Train the embedded near-to-far model: `python -m visual_spec.training.flashar --shapes FOLDER --out FOLDER`.

@@ -93,6 +93,22 @@ def stored(
     return saved
 
 
+def object_tokens(words: Tensor, tokens: Tensor) -> Tensor:
+    """Return which tokens `[N, L]` belong to objects: those other than the usual background tokens of their slot.
+
+    A caption ends in "<texture> <colour> background" or "a <colour> background", so pictures `[N, T]` with equal last
+    words share a background.
+    """
+    _, group = words[:, -3:-1].unique(dim=0, return_inverse=True)
+    usual = torch.stack([tokens[group == number].mode(0).values for number in range(int(group.max()) + 1)])
+    return tokens != usual[group]
+
+
+def weighted_cross_entropy(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats of logits `[B, L, V]`, over tokens `[B, L]` with such weights `[B, L]`."""
+    return (F.cross_entropy(logits.mT, wanted, reduction="none") * weights).sum() / weights.sum()
+
+
 def dataset_scenes(count: int, seed: int, *, held_out: bool = False) -> list[shapes.Scene]:
     """Return the scenes of `shapes` whose words and tokens `tokenize_dataset` returns."""
     parts = zip(*_parts(count, seed, held_out), strict=True)
