@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.helpers.refusals import refuses
 from tests.helpers.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.steps import DecodeProgress
+from visual_spec.samplers.masked.masked import MaskedSampler
 from visual_spec.samplers.raster.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.raster.jacobi import SpeculativeJacobiSampler
 
@@ -160,6 +162,26 @@ def test_samplers_swap_as_diffusers_schedulers_do(pipe):
     pipe.sampler = swapped
     assert pipe.sampler.config["window"] == 4
     assert pipe.config["sampler"][1] == "SpeculativeJacobiSampler"
+
+
+def test_a_component_is_an_object_not_its_name(pipe):
+    plain = pipe.sampler
+    refuses(
+        TypeError, r"sampler is 'tree'; pass the object itself.*accelerate", setattr, pipe, "sampler", "tree"
+    )
+    refuses(TypeError, "vq_model is 3", setattr, pipe, "vq_model", 3)
+    assert pipe.sampler is plain and visual_spec.restore(pipe).sampler is plain
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("shapes_any", "AnyOrderSampler, Spec"), ("shapes_nar", "OrderedSampler.$")]
+)
+def test_a_sampler_of_another_kind_is_told_which_fit_the_model(name, fits):
+    """Also where only the pipeline's own sampler says what kind of calls its model answers."""
+    pipe = ImagePipeline.from_pretrained(name)
+    pipe.sampler = MaskedSampler()
+    for ask in (pipe.check_sampler, partial(pipe, "red circle")):
+        refuses(TypeError, f"MaskedSampler, which does not fit this model; those that fit: {fits}", ask)
 
 
 def test_lantern_may_compare_the_codes_as_they_are_stored(pipe):

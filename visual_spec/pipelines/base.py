@@ -232,6 +232,9 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
         # A component that began as None stays "(None, None)" in diffusers' configuration, and so is lost at the next
         # save; registering it anew records its class.
         recorded = (self.__dict__.get("_internal_dict") or {}).get(name)
+        if recorded is not None and isinstance(value, (str, int, float, dict)):
+            named = ", or name it to visual_spec.accelerate(pipe, name)" if name == "sampler" else ""
+            raise TypeError(f"{name} is {value!r}; pass the object itself{named}.")
         if value is not None and isinstance(recorded, (tuple, list)) and list(recorded) == [None, None]:
             self.register_modules(**{name: value})
         else:
@@ -374,7 +377,7 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
         self.check_complete(*self._needed)
-        check_sampler(self.sampler, self.calls)  # whether it decodes this very model, it checks itself
+        self._check_kind()  # whether the sampler decodes this very model, it checks itself
         self.check_drafter()
         whole(self._each, each)
         if output_type not in self._output_types:
@@ -421,12 +424,18 @@ class VisualPipeline(Streams, LoadsPipelines, LoraBaseMixin, DiffusionPipeline):
             TypeError: `pipe.sampler` is of another kind; names those that fit.
             ValueError: it drafts with a second model, and there is none; or it refuses this model or another part.
         """
-        check_sampler(self.sampler, self.calls)
+        self._check_kind()
         self.check_drafter()
         if isinstance(self.sampler, Sampler) and (parts := self._decoded()) is not None:
             # Under a law without settings: what a call asks for is checked in the call.
             model, others = parts
             self.sampler.check(model, TokenLaw(), 1, others)
+
+    def _check_kind(self) -> None:
+        try:
+            check_sampler(self.sampler, self.calls)
+        except TypeError:  # what the model answers may be known by the sampler alone that it came with
+            check_sampler(self.sampler, self.facts_of(self.config, _as_saved(self._own_sampler)).calls)
 
     def _setting(self, name: str) -> Any:
         """A setting of the sampler; None where it has no such setting."""
