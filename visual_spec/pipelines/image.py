@@ -201,7 +201,10 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         texts = Texts(prompt, prompt_embeds, prompt_attention_mask, *negative)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
-        model = self.sized(*self._drawn_size(height, width, control, control_strength, len(texts)))
+        size = self._drawn_size(height, width, control, control_strength, len(texts))
+        model = (
+            self.sized(*size) if size == (height, width) else self.sized(*size, "resize the control picture")
+        )
         self.check_repainting(image, mask, strength, len(texts), model)
         self.check_logprobs(output_logprobs)
         count = len(texts) * num_images_per_prompt

@@ -78,8 +78,13 @@ class TokenImagePipeline(VisualPipeline):
     def _decoded(self) -> tuple[object, dict[str, Any]] | None:
         return (self.transformer, self.sampler_parts()) if self._is_whole else None
 
-    def sized(self, height: int | None = None, width: int | None = None) -> Any:
+    def sized(
+        self, height: int | None = None, width: int | None = None, advice: str = "leave height and width out"
+    ) -> Any:
         """Return the transformer over pictures of this size in pixels; None is the model's own.
+
+        Args:
+            advice: what to do about a size that the model does not draw.
 
         Raises:
             ValueError: the model does not draw this size.
@@ -95,13 +100,13 @@ class TokenImagePipeline(VisualPipeline):
             f"{grid.width} tokens)"
         )
         if not hasattr(self.transformer, "with_grid"):
-            raise ValueError(f"{refused}; leave height and width out.")
+            raise ValueError(f"{refused}; {advice}.")
         if any(not isinstance(side, int) or side < patch or side % patch for side in size):
-            raise ValueError(f"{refused}; pass multiples of {patch}, or leave height and width out.")
+            raise ValueError(f"{refused}; pass multiples of {patch}, or {advice}.")
         try:
             return self.transformer.with_grid(size[0] // patch, size[1] // patch)
         except ValueError as error:
-            raise ValueError(f"{refused}: {error} Leave height and width out.") from error
+            raise ValueError(f"{refused}: {error} {advice.capitalize()}.") from error
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
