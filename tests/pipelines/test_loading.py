@@ -384,6 +384,21 @@ def test_folders_of_earlier_versions_load(tmp_path):
     assert type(load_drafter(tmp_path / "LlamaGenTwoHeads")).__name__ == "LlamaGenNearToFar"
 
 
+def test_a_transformer_that_was_trained_on_goes_back_into_its_older_folder(tmp_path):
+    """The folder names the class of all orders, as folders did, and the new weights that of their order."""
+    parts = tiny_transformer(order="flashar"), tiny_vq_model(), tiny_text_encoder()
+    pipe = ImagePipeline(*parts, make_sampler("ordered"))
+    pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index["transformer"][1] = "LlamaGenTransformer"
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert (
+        json.loads((tmp_path / "transformer" / "config.json").read_text())["_class_name"]
+        == "LlamaGenNearToFar"
+    )
+    assert type(load_pipeline(tmp_path).transformer).__name__ == "LlamaGenNearToFar"
+
+
 def test_settings_of_the_first_days_load(tmp_path):
     """Of 21 November 2026: another number of groups in a decoder, numbers of a relaxed acceptance one by one."""
     sizes: dict[str, Any] = dict(
