@@ -158,7 +158,7 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     [row] = last_line(capsys)["comparison"]
     assert row["identical"] and row["plain_calls"] == 16
     pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
-    refuses(TypeError, "OrderedSampler", pipe, [3])
+    refuses(TypeError, "those that fit: AnyOrderSampler", pipe, [3])
     pipe.sampler = SpeculativeJacobiSampler()
     refuses(ValueError, "'any'.*AnyOrderSampler", pipe, [3])
 

@@ -138,7 +138,7 @@ def test_indexes_that_say_what_is_not_so(folder, case):
 
 CONFIGS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "5000 letters": ("pictures", "vq_model/config", dict(codebook_dim="a" * 5000), r"='a{50,60}\.\.\.;"),
-    "window": ("pictures", "sampler/sampler_config", dict(graph=3), "AutoregressiveSampler: graph=3"),
+    "calls of a graph": ("pictures", "sampler/sampler_config", dict(graph=65), "AutoregressiveSampler: graph=65"),
     "class": ("pictures", "vq_model/config", dict(_class_name="VARTransformer"), "'VARTransformer'"),
     "quantised": ("pictures", "vq_model/config", dict(quantization_config=5), "quantization_config='5'"),
     "layers": ("pictures", "transformer/config", dict(num_layers=10**9), "says num_layers=1000000000"),
