@@ -107,10 +107,12 @@ RECIPES = {
         {"default_guidance_scale": 1.5, "default_temperature": 0.5},
         halved={**dict.fromkeys(("vq_model", "text_encoder")), "drafter": ("", 2), "transformer": ("", 2)},
     ),
-    "shapes_nar": Recipe("ImagePipeline", "ordered", {"default_guidance_scale": 1.5}, OF_SHAPES),
+    "shapes_nar": Recipe(
+        "ImagePipeline", "ordered", {"default_guidance_scale": 1.5, "default_temperature": 0.6}, OF_SHAPES
+    ),
     "shapes_any": Recipe(
         "ImagePipeline",
-        "any-order:order=locality,steps=20",
+        "any-order:order=halton,steps=20",
         {"default_guidance_scale": 1.5, "default_temperature": 0.7},
         OF_SHAPES,
     ),
@@ -186,7 +188,9 @@ RECIPES = {
     "motion_masked": Recipe(
         "VideoPipeline", "frame-masked:steps=4,history_hidden=0.3", CLIPS, {"vq_model": "shapes"}
     ),
-    "motion_causal": Recipe("ChunkVideoPipeline", "chunk-wise:chunk=2,shift=3.0", {"training_frames": 8}),
+    "motion_causal": Recipe(
+        "ChunkVideoPipeline", "chunk-wise:chunk=2,shift=1.0,first_steps=16", {"training_frames": 8}
+    ),
     "motion_planned": Recipe(
         "VideoPipeline",
         "frame-masked:steps=4,history_hidden=0.1",

@@ -70,8 +70,8 @@ def test_a_model_of_chunks_draws_the_clip_that_python_draws(tmp_path, capsys):
     document = last_line(capsys)
     assert document["policy"] == policy and document["sampler"]["steps"] == 2
     (clip,) = document["videos"]
-    # 3 chunks of 2 steps and 1 clean pass
-    assert clip["calls"] == 9 and clip["frames_per_call"] == pytest.approx(6 / 9)
+    # 3 chunks of 2 steps, the first one of 16, and 1 clean pass
+    assert clip["calls"] == 23 and clip["frames_per_call"] == pytest.approx(6 / 23)
     pipe = ChunkVideoPipeline.from_pretrained("motion_causal")
     seed = torch.Generator().manual_seed(0)
     drawn = pipe(PROMPT, num_frames=6, policy=policy, steps=2, generator=seed)

@@ -5,8 +5,8 @@ recipe). Each chunk of a clip is noised, and the model predicts its flow from th
 come from `CausalWan`: training and drawing attend alike by construction.
 
 Latents are frames of `motion` at a quarter of their size, 16 x 16 pixels of three colours. Clips show one shape on a
-plain background with a still camera: in a quarter of an hour of one core a small model learns their colours and
-motion, and hardly their shapes.
+plain background with a still camera. A small model learns their colours and motion first, in a quarter of an hour of
+one core, and their shapes over hours.
 
 A model that has only seen clean history drifts on its own. So the history carries a little noise at the timestep of
 clean frames, and some clips are cut out of the middle of longer ones: there the history, not the caption, says where

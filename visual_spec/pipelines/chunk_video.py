@@ -160,7 +160,7 @@ class ChunkVideoPipeline(ReadsText):
             num_frames: a multiple of the chunk, as many as one likes. None: the whole chunks of training clips.
             policy: which frames the model remembers: one of `visual_spec.models.video.frame_cache`, or its text, such
                 as "sliding:window=8". None: what the model was saved with.
-            steps, shift: in place of the sampler's, see `ChunkWiseSampler`.
+            steps, shift: in place of the sampler's, see `ChunkWiseSampler`. Its `first_steps` stay as they are.
             num_videos_per_prompt: clips of each prompt, one prompt after the other.
             generator: one `torch.Generator` for the batch, or a list of one per clip.
             output_type: "pil", "np", "pt", or "latent" for the small frames, float [B, 3, T, h, w].
