@@ -245,7 +245,8 @@ FIGURES = {
         "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --out {out}", calls_table
     ),
     "shapes-pictured": Figure(
-        "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --pictures shapes_nar --out {out}",
+        "benchmarks/second_sources.py --prompts 200 --first 200 --batch-size 10 --pictures shapes_nar "
+        '--only "pictured, window 32" "pictured, window 64" "pictured, window 256" --out {out}',
         calls_table,
         models=("shapes", "shapes_nar"),
     ),
