@@ -111,7 +111,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         panel.set(title=title, xlabel="frame / training length", ylim=(-0.02, 1.02))
         panel.axvline(1, color="0.8", zorder=0)
     panels[0].set_ylabel("share of frames")
-    panels[1].legend(fontsize=7, loc="center right")
+    panels[1].legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=72)
 
