@@ -214,6 +214,10 @@ def test_controls_that_do_not_fit_are_refused(files):
         ("pass control", {}),
         ("height=60, width=64.*16, or resize the control", {"control": control[:, 4:]}),
         ("height=96, width=80.*1.*25.*Resize the control picture.$", {"control": torch.rand(3, 96, 80)}),
+        (
+            "height=60.*or resize the control",
+            {"control": control[:, 4:], "height": PIXELS - 4, "width": PIXELS},
+        ),
         ("64 x 64.*height=32", {"control": control, "height": 32}),
         (r"several sizes, \[\(48, 64\), \(64, 64\)\]", {"control": [control, control[:, 16:]], "prompts": 2}),
         ("2 control.*1.*1.*1", {"control": [control, control]}),

@@ -202,9 +202,7 @@ class ImagePipeline(ReadsText, TokenImagePipeline):
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         self.check_inputs(texts, num_images_per_prompt, law, generator, output_type)
         size = self._drawn_size(height, width, control, control_strength, len(texts))
-        model = (
-            self.sized(*size) if size == (height, width) else self.sized(*size, "resize the control picture")
-        )
+        model = self.sized(*size) if control is None else self.sized(*size, "resize the control picture")
         self.check_repainting(image, mask, strength, len(texts), model)
         self.check_logprobs(output_logprobs)
         count = len(texts) * num_images_per_prompt

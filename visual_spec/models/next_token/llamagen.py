@@ -109,9 +109,8 @@ class LlamaGenTransformer(SavedModel):
     _no_split_modules = ["TransformerBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train motion`
-    reads = tuple(
-        sorted({place.partition(":")[2] for place in ORDERS.values()})
-    )  # `__new__` makes their objects
+    # `__new__` makes an object of the class of its order.
+    reads = tuple(sorted({place.partition(":")[2] for place in ORDERS.values()}))
 
     def __new__(cls, *args: Any, order: str = RASTER_ORDER, **settings: Any) -> Self:
         """Make an object of the class of its order: folders of every order may name this one."""

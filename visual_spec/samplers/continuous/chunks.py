@@ -241,7 +241,7 @@ class ChunkWiseSampler(Sampler[ChunkModel, ChunkState]):
             raise ValueError("a drafter needs a reward, and a reward a drafter; pass both or neither.")
         if self.config["solver"] == ROLLING and (small is not None or self.config["first_steps"] is not None):
             raise ValueError(
-                'solver="rolling" takes neither a drafter nor first_steps; pass "renoise" for these.'
+                'solver="rolling" takes neither a drafter nor first_steps; leave them out, or pass "renoise".'
             )
         if small is not None and small.channels != model.channels:
             raise ValueError(
